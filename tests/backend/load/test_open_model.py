@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from contextlib import closing
@@ -147,14 +146,17 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
         (b"GGUF", "cut off"),
         (b"GGUF\x01\0\0\0", "version 1"),
         (b"GGUF\0\0\0\x03", "big-endian"),
-        (b"GGUF\x09\0\0\0" + b"\0" * 64, r"refuses it: [^|]+ \| [^|]+ \| [^|]+$"),
+        (b"GGUF\x09\0\0\0" + b"\0" * 64, "llama.cpp refuses"),
         (b"GGUF\x03\0\0\0" + b"\xff" * 64, "cut off"),
         (b"GGUF\x03\0\0\0" + b"\0" * 16, "no weights"),
     ],
 )
 def test_file_of_other_bytes_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
-    assert re.search(reason, _refusal(tmp_path / "a.gguf"))
+    assert reason in _refusal(tmp_path / "a.gguf")
+    if reason == "llama.cpp refuses":  # a load quotes its last errors
+        with pytest.raises(ModelLoadError, match=r"refuses it: [^|]+ \| [^|]+ \| [^|]+$"):
+            cbatch.load(tmp_path / "a.gguf")
 
 
 def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
