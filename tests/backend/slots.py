@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from cbatch.backend import Backend
     from tests.conftest import SynthFactory
 
     MakeBackend = Callable[..., LlamaBackend]
@@ -133,7 +134,7 @@ def held(backend: LlamaBackend) -> list[int]:
     return found
 
 
-def is_refused(backend: LlamaBackend, wrong: StepPlan) -> bool:
+def is_refused(backend: Backend, wrong: StepPlan) -> bool:
     try:
         backend.run(wrong)
     except PlanError:

@@ -26,6 +26,8 @@ WINDOWS = ["gemma2", "gemma3", "gemma3-q8_0", "gpt-oss", "llama4", "granite_swa"
 STATES = ["mamba", "mamba-q8_0", "mamba2", "rwkv6"]
 HYBRIDS = ["jamba", "falcon-h1", "granitehybrid", "qwen3next", "qwen3next-q8_0", "lfm2", "lfm2moe"]
 NAMES = [*CELLS, *WINDOWS, *STATES, *HYBRIDS]
+SOME = ["gemma2", "gemma3", "gpt-oss", "mamba2", "rwkv6", "granitehybrid", "qwen3next", "lfm2moe"]
+"""Of those whose memory cannot be cut."""
 LONG = ["qwen3moe-q4_0", "gemma3", "mamba2", "qwen3next"]
 """One of each kind, tried with more and longer prompts, and in more ways."""
 
@@ -58,7 +60,7 @@ class Size:
         return asked
 
 
-SMALL, LARGE = Size(12, 150, 100, 5, 256), Size(48, 600, 530, 16, 1024)
+SMALL, LARGE = Size(12, 150, 100, 5, 256), Size(32, 600, 530, 16, 1024)
 MIDDLE = Size(0, 0, 0, 4, 1024)
 
 
@@ -93,7 +95,7 @@ def test_answers_are_the_same_bits_alone_in_company_and_in_turns(
             assert answers(engine.run(asked).results()) == alone
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *STATES, *HYBRIDS])
+@pytest.mark.parametrize("name", SOME)
 def test_beginnings_are_shared_to_the_bit_where_memory_cannot_be_cut(
     zoo: Callable[[str], Path], name: str
 ) -> None:
@@ -114,7 +116,7 @@ def test_beginnings_are_shared_to_the_bit_where_memory_cannot_be_cut(
         assert {n % 64 for n in n_shared} == {0}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen3moe-q4_0", "deepseek2", *SOME])
 def test_answers_from_cells_on_disk_are_the_same_bits(
     zoo: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:

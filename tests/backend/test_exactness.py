@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
 N_PROMPTS, N_SLOTS, N_WINDOW = 48, 16, 1024
 LENGTHS = (3, 600)
-N_GREEDY, N_SAMPLED = 8, 8
-TYPES = ["q8_0", "q4_0", "f16", "bf16", "q4_k_m", "q5_k_m", "q6_k", "q3_k_m", "iq4_xs", "q5_0"]
+N_GREEDY = 8
+TYPES = ["q8_0", "q4_0", "f16", "bf16", "q4_k_m", "q6_k", "iq4_xs"]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": N_GREEDY, "ignore_eos": True}
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": N_SAMPLED, "ignore_eos": True}
 
 Rows = dict[tuple[int, int], bytes]
 """Logits by (seed of the request, position of the token they stand after)."""
@@ -99,11 +98,13 @@ class Exact:
         rows, self.stepper.rows = self.stepper.rows, {}
         return rows
 
-    def items(self, options: dict[str, Any], n: int = N_PROMPTS) -> list[BatchPrompt]:
-        """The shortest `n` prompts, shuffled; the seed tells them apart."""
+    def items(self) -> list[BatchPrompt]:
+        """The prompts, shuffled; the seed tells them apart. Each third one is sampled."""
         items = [
-            BatchPrompt(tokens=tokens, id=f"p{i}", options={**options, "seed": i})
-            for i, tokens in enumerate(self.prompts[:n])
+            BatchPrompt(
+                tokens=tokens, id=f"p{i}", options={**GREEDY, "seed": i, "temperature": i % 3 // 2}
+            )
+            for i, tokens in enumerate(self.prompts)
         ]
         random.Random(2).shuffle(items)
         return items
@@ -133,7 +134,7 @@ def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact
 
 
 def test_logits_and_tokens_are_the_same_bits_alone_and_in_company(exact: Exact) -> None:
-    items = exact.items(GREEDY)
+    items = exact.items()
     exact.engine.reset_stats()
     together = all_results(exact.engine.run(items))
     rows_together = exact.take_rows()
@@ -156,18 +157,6 @@ def check_that_equality_says_something(results: Sequence[BatchResult]) -> None:
     assert all(len(set(r.token_ids)) > 1 for r in results)
 
 
-def test_seeded_sampling_gives_the_same_tokens_alone_and_in_company(exact: Exact) -> None:
-    items = exact.items(SAMPLED, n=16)
-    together = tokens_of(all_results(exact.engine.run(items)))
-    exact.take_rows()
-    alone = tokens_of([all_results(exact.engine.run(item))[0] for item in items])
-    exact.take_rows()
-    assert together == alone
-    greedy = tokens_of(all_results(exact.engine.run(exact.items(GREEDY, n=16))))
-    exact.take_rows()
-    assert sum(a != b for a, b in zip(together, greedy, strict=True)) > 12
-
-
 def tokens_of(results: Sequence[BatchResult]) -> list[tuple[int, ...]]:
     assert [r.error for r in results] == [None] * len(results)
     return [r.token_ids for r in results]
@@ -182,9 +171,7 @@ COMMON_AND_OWN = (
 """Tokens of a long prompt that another begins with, and tokens of its own."""
 
 
-@pytest.mark.parametrize(
-    ("type", "flash_attn"), [("q8_0", "on"), ("q4_k_m", "on"), ("q4_k_m", "off"), ("f16", "off")]
-)
+@pytest.mark.parametrize(("type", "flash_attn"), [("q8_0", "on"), ("q4_k_m", "off")])
 def test_beginnings_are_shared_from_any_multiple_of_64_bit_for_bit(
     synth: SynthFactory, type: str, flash_attn: str
 ) -> None:
@@ -214,18 +201,7 @@ def test_beginnings_are_shared_from_any_multiple_of_64_bit_for_bit(
 # ---- what the probe says ----
 
 
-def test_rows_without_output_do_not_change_the_shape_of_output(synth: SynthFactory) -> None:
-    path, dice = synth("exact", type="f16"), random.Random(4)
-    prompts = [[dice.randrange(261, 4096) for _ in range(5 + i)] for i in range(8)]
-    turns: dict[str, Any] = {"policy": "round_robin", "quantum": 8, "swap_mib": 0}  # computed again
-    options = {**GREEDY, "max_tokens": 20, "logprobs": 5}
-    with cbatch.load(path, exact=True, parallel=4, ctx_per_seq=192, **turns) as engine:
-        asked = [BatchPrompt(tokens=prompt, options=options) for prompt in prompts]
-        together = [r.logprobs for r in engine.run(asked).results()]
-        assert [engine.submit(one).result().logprobs for one in asked] == together
-
-
-@pytest.mark.parametrize("n_slots", [1, 3, 5])
+@pytest.mark.parametrize("n_slots", [1, 5])
 def test_exact_keeps_to_budget_and_window(synth: SynthFactory, n_slots: int) -> None:
     options = EngineOptions(exact=True, parallel=n_slots, n_batch=n_slots)
     said = describe_model(synth("exact"), replace(options, memory_mib=20), asks_probe=False)

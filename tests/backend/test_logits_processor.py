@@ -220,7 +220,21 @@ FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        *(("fake", name) for name in FAILING),
+        *(
+            pytest.param(kind, name, marks=pytest.mark.real)
+            for kind, name in zip(
+                ["plain", "exact", "pool"] * 2,
+                ["raises", "shape", "own code", "emptied", "nan", "all banned"],
+                strict=True,
+            )
+        ),
+    ],
+    indirect=["engine"],
+)
 def test_failing_processor_ends_its_request_alone(engine: Engine, name: str) -> None:
     processor, said = FAILING[name]
     alone = [r.token_ids for r in answers(engine, *PROMPTS[:1], with_own(nothing), *PROMPTS[1:])]
@@ -290,37 +304,20 @@ def test_orders_inside_are_done_behind_the_step(engine: Engine, is_other: bool) 
     assert answer(engine, None).error is None
 
 
-def test_what_is_no_exception_is_raised_by_the_step() -> None:
+@pytest.mark.parametrize("is_fake", [True, pytest.param(False, marks=pytest.mark.real)])
+def test_what_is_no_exception_is_raised_by_the_step(is_fake: bool) -> None:
     def stop(token_ids: Ids, logits: Row) -> None:
         if not calls:
             calls.append(0)
             raise KeyboardInterrupt
 
     calls: list[int] = []
-    with engine_on(FakeBackend(2, 256, 64), threaded=False, options=OPTIONS) as engine:
-        plain = [r.token_ids for r in answers(engine, "mine", "b")]
-        given: list[Prompt] = [with_own(stop), "b"]
-        response = engine.run(given)
-        with pytest.raises(KeyboardInterrupt):
-            all(iter(engine.step, False))
-        assert [r.token_ids for r in response.results()] == plain
-
-
-@pytest.mark.real
-def test_what_is_no_exception_is_raised_by_the_step_of_a_model(test_model: Path) -> None:
-    def stop(token_ids: Ids, logits: Row) -> None:
-        if not calls:
-            calls.append(0)
-            raise KeyboardInterrupt
-
-    calls: list[int] = []
-    settings: dict[str, Any] = {
-        "parallel": 2,
-        "ctx_per_seq": 256,
-        "n_threads": 1,
-        "options": OPTIONS,
-    }
-    with cbatch.load(test_model, **settings, threaded=False) as engine:
+    if is_fake:
+        loaded = engine_on(FakeBackend(2, 256, 64), threaded=False, options=OPTIONS)
+    else:
+        sizes: dict[str, Any] = {"parallel": 2, "ctx_per_seq": 256, "n_threads": 1}
+        loaded = cbatch.load(**sizes, options=OPTIONS, threaded=False)
+    with loaded as engine:
         plain = [r.token_ids for r in answers(engine, with_own(nothing), "b")]
         given: list[Prompt] = [with_own(stop), "b"]
         response = engine.run(given)
@@ -349,20 +346,16 @@ def test_extended_answer_is_processed_on(fake: Engine) -> None:
 # ---- where it cannot be ----
 
 
-@pytest.mark.parametrize("value", ["f", 3, [force], {"a": force}])
+async def later(token_ids: Ids, logits: Row) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("value", ["f", 3, [force], {"a": force}, later])
 def test_option_is_a_function(value: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"logits_processor must be a Python function .* only in this"
     ):
         RunOptions(logits_processor=value)
-
-
-def test_coroutine_is_no_processor() -> None:
-    async def later(token_ids: Ids, logits: Row) -> None:
-        """Do nothing."""
-
-    with pytest.raises(ConfigError, match="logits_processor must be a Python function"):
-        RunOptions(logits_processor=later)  # type: ignore[arg-type]
 
 
 def test_other_process_takes_none() -> None:

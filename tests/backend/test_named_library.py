@@ -93,29 +93,21 @@ def test_place_without_a_library_is_refused(tmp_path: Path) -> None:
         find_library(tmp_path / "none")
 
 
-def test_path_that_does_not_exist_is_no_setting_of_the_process(
+def test_another_library_than_the_loaded_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="no such file"):
         use_library(tmp_path / "none")
     assert VARIABLE not in os.environ
-
-
-def test_another_library_than_the_loaded_one_is_refused(tmp_path: Path) -> None:
-    _own()
+    for loaded in (_own(), _own().parent, None):
+        use_library(loaded)
     other = tmp_path / f"libllama{ENDING}"
     other.write_text("another")
     with pytest.raises(
         ConfigError, match=r"this process has loaded another library.*LLAMA_CPP_LIB_PATH"
     ):
         use_library(other)
-
-
-def test_loaded_library_may_be_named_again() -> None:
-    use_library(_own())
-    use_library(_own().parent)
-    use_library(None)
 
 
 # ---- what it is ----
@@ -247,7 +239,7 @@ def test_trial_of_the_installed_library_finds_no_problem() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("settings", ["library={!r}", "library={!r}, replicas=2", ""])
+@pytest.mark.parametrize("settings", ["library={!r}, replicas=2", ""])
 def test_named_library_answers_here_in_workers_and_by_the_environment(
     renamed: Path, settings: str
 ) -> None:
@@ -257,26 +249,13 @@ def test_named_library_answers_here_in_workers_and_by_the_environment(
 
 
 @pytest.mark.real
-def test_link_to_a_library_finds_what_is_beside_the_library(tmp_path: Path) -> None:
-    (tmp_path / f"libllama{ENDING}").symlink_to(_own())
-    done = _python(_SAY_TIGER.format(settings=f"library={str(tmp_path)!r}"))
-    assert done.stdout == "tiger\n", done.stderr
-
-
-@pytest.mark.real
-def test_library_that_is_cut_off_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / f"libllama{ENDING}"
-    file.write_bytes(_own().read_bytes()[:5000])
-    with pytest.raises(IncompatibleLlamaError, match=r"does not fit: "):
-        check_library_in_new_process(file)
-
-
-@pytest.mark.real
-def test_explicitly_named_library_comes_before_that_of_the_environment(
-    renamed: Path, tmp_path: Path
+def test_named_link_comes_first_and_finds_what_is_beside_its_target(
+    tmp_path: Path,
 ) -> None:
-    code = _SAY_TIGER.format(settings=f"library={str(renamed)!r}")
-    assert _python(code, **{VARIABLE: str(tmp_path / "none")}).stdout == "tiger\n"
+    (tmp_path / f"libllama{ENDING}").symlink_to(_own())
+    code = _SAY_TIGER.format(settings=f"library={str(tmp_path)!r}")
+    done = _python(code, **{VARIABLE: str(tmp_path / "none")})
+    assert done.stdout == "tiger\n", done.stderr
 
 
 @pytest.mark.real
@@ -300,12 +279,8 @@ except cbatch.IncompatibleLlamaError as error:
     "command",
     [
         ("ask", "Say tiger."),
-        ("info",),
-        ("verify", "--archs", "."),
         ("synth", "model.gguf"),
-        ("tune",),
         ("embed", "in.csv", "-o", "out.csv"),
-        ("rerank", "a query", "in.csv"),
     ],
     ids=lambda command: command[0],
 )
@@ -320,27 +295,30 @@ def test_commands_take_the_library_and_name_what_is_wrong(
     assert f"cbatch: the library of llama.cpp {file} does not fit" in done.stderr
 
 
-@pytest.mark.real
-def test_library_that_ends_its_process_is_refused(tmp_path: Path) -> None:
-    compiler = _compiler()
-    source, file = tmp_path / "end.c", tmp_path / f"libllama{ENDING}"
-    source.write_text(
-        "#include <stdlib.h>\n__attribute__((constructor)) void end(void) { abort(); }\n"
-    )
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", file, source], check=True)
-    with pytest.raises(IncompatibleLlamaError, match=r"it ended a process that tried it \(SIGABRT"):
-        check_library_in_new_process(file)
+ENDS = "#include <stdlib.h>\n__attribute__((constructor)) void end(void) { abort(); }\n"
 
 
 @pytest.mark.real
-def test_library_without_a_function_is_refused_by_its_name(tmp_path: Path) -> None:
-    compiler = _compiler()
-    source, file = tmp_path / "none.c", tmp_path / f"libllama{ENDING}"
-    source.write_text("int nothing(void) { return 0; }\n")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", file, source], check=True)
-    with pytest.raises(
-        IncompatibleLlamaError, match=r"it has no function llama_\w+, which llama-cpp-python needs"
-    ):
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (ENDS, r"does not fit: it ended a process that tried it \(SIGABRT"),
+        (
+            "int nothing(void) { return 0; }\n",
+            r"it has no function llama_\w+, which llama-cpp-python needs",
+        ),
+        ("", "does not fit: "),
+    ],
+    ids=["ends", "no function", "cut off"],
+)
+def test_library_that_cannot_be_used_is_refused(tmp_path: Path, source: str, words: str) -> None:
+    code, file = tmp_path / "made.c", tmp_path / f"libllama{ENDING}"
+    if source:
+        code.write_text(source)
+        subprocess.run([_compiler(), "-shared", "-fPIC", "-o", file, code], check=True)
+    else:
+        file.write_bytes(_own().read_bytes()[:5000])
+    with pytest.raises(IncompatibleLlamaError, match=words):
         check_library_in_new_process(file)
 
 

@@ -36,21 +36,15 @@ def test_costs_are_those_of_the_machine(n_window: int) -> None:
 def test_width_that_decodes_most_is_found() -> None:
     found = shown(8, 256, lambda n_rows, n_prompt: (1 if n_rows <= 4 else 3) + 0.01 * n_prompt)
     assert found["width"] == 4
-
-
-def test_one_slot_has_prompts_alone() -> None:
-    found = shown(1, 256)
-    assert list(found["rows_s"]) == ["1"]
-    assert found["token_s"] == pytest.approx(0.01)
+    assert told(EngineStats())["width"] is None
+    alone = shown(1, 256)  # which has prompts alone
+    assert list(alone["rows_s"]) == ["1"]
+    assert alone["token_s"] == pytest.approx(0.01)
 
 
 def test_slot_that_is_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="a slot of 32 tokens is too small"):
         shown(2, 32)
-
-
-def test_nothing_that_was_seen_has_no_width() -> None:
-    assert told(EngineStats())["width"] is None
 
 
 @pytest.mark.real

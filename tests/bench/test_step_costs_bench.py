@@ -38,16 +38,15 @@ def test_line_that_falls_ends_at_the_smallest_figure() -> None:
     assert table(64, 0) == 1.0
     assert table(16, 50) == 1.0
     assert table(1, 0) == pytest.approx(2.875)
-
-
-def test_one_point_holds_everywhere() -> None:
-    assert StepTable(((8, 2.0),), ((1, 0.0),))(200, 7) == 2.0
+    assert StepTable(((8, 2.0),), ((1, 0.0),))(200, 7) == 2.0  # one point
 
 
 def test_table_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(SMALL.as_json()))
     assert StepTable.read(path) == SMALL
+    with pytest.raises(ConfigError, match="absent"):
+        StepTable.read(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -71,11 +70,6 @@ def test_bad_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"costs\.json"):
         StepTable.read(path)
-
-
-def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent"):
-        StepTable.read(tmp_path / "absent")
 
 
 def test_script_prints_a_table_of_a_model(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import random
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
-    from _typeshed import SupportsLenAndGetItem
 
     from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
@@ -72,17 +69,17 @@ def _greedy(model: LlamaModel, prompt: str, n: int) -> tuple[list[int], npt.NDAr
     return output, logits
 
 
-def test_write_model_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    digests = {
-        hashlib.sha256(write_model(tmp_path / name, SMALLEST).read_bytes()).digest()
-        for name in ("a.gguf", "b.gguf")
-    }
-    assert len(digests) == 1
-
-
-def test_write_model_with_another_seed_gives_other_bytes(tmp_path: Path) -> None:
-    first = write_model(tmp_path / "a.gguf", SMALLEST, seed=1)
-    assert first.read_bytes() != write_model(tmp_path / "b.gguf", SMALLEST, seed=2).read_bytes()
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "shape", [SMALLEST, replace(QUANTISABLE, type="iq3_s")], ids=lambda s: s.type
+)
+def test_write_model_gives_the_same_bytes_for_the_same_seed(tmp_path: Path, shape: Shape) -> None:
+    first, again, other = (
+        write_model(tmp_path / name, shape, seed=seed).read_bytes()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first == again != other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
 def test_write_model_over_a_file_needs_force(tmp_path: Path) -> None:
@@ -94,18 +91,17 @@ def test_write_model_over_a_file_needs_force(tmp_path: Path) -> None:
     assert write_model(path, SMALLEST, force=True).read_bytes()[:4] == b"GGUF"
 
 
-def test_write_model_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown type"):
-        write_model(tmp_path / "a.gguf", SMALLEST, metadata={"odd": [object()]})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_write_model_without_gguf_says_what_to_install(
+def test_write_model_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match="Unknown type"):
+        write_model(tmp_path / "a.gguf", SMALLEST, metadata={"odd": [object()]})
+    with pytest.raises(OutputError, match="bytes of disk"):  # before a byte
+        write_model(tmp_path / "a.gguf", replace(SMALLEST, n_vocab=2**31 - 1, n_embd=2**26))
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match="pip install gguf"):
         write_model(tmp_path / "a.gguf", SMALLEST)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -144,21 +140,21 @@ def test_shape_that_does_not_fit_is_refused(change: dict[str, int], rule: str) -
         replace(SMALLEST, **change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("type", DIRECT)
-@pytest.mark.parametrize("tied", [False, True])
-def test_model_of_every_type_loads_and_decodes(synth: SynthFactory, type: str, tied: bool) -> None:
-    model = open_model(synth(SMALLEST, type=type, tied=tied))
-    assert model.file_type == type
-    _, logits = _greedy(model, "Hello", 2)
-    assert np.isfinite(logits).all()
-    model.close()
-
-
-@pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_0"])
-def test_mamba_of_every_type_loads_and_decodes(synth: SynthFactory, type: str) -> None:
-    model = open_model(synth("mamba", type=type))
-    assert (model.architecture, model.file_type) == ("mamba", type)
-    assert llama_cpp.llama_model_is_recurrent(model.pointer)
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        *((SMALLEST, {"type": type, "tied": i % 2 > 0}) for i, type in enumerate(DIRECT)),
+        *(("mamba", {"type": type}) for type in ("f32", "q4_0")),
+    ],
+    ids=str,
+)
+def test_model_of_every_type_loads_and_decodes(
+    synth: SynthFactory, shape: Any, sizes: dict[str, Any]
+) -> None:
+    model = open_model(synth(shape, **sizes))
+    assert model.file_type == sizes["type"]
+    assert (model.architecture == "mamba") == (shape == "mamba")
+    assert llama_cpp.llama_model_is_recurrent(model.pointer) == (shape == "mamba")
     _, logits = _greedy(model, "Hello", 2)
     assert np.isfinite(logits).all()
     model.close()
@@ -206,16 +202,6 @@ def test_model_of_every_mix_loads_and_decodes(synth: SynthFactory, type: str) ->
     model.close()
 
 
-@pytest.mark.real
-def test_mix_is_the_same_file_each_time(tmp_path: Path) -> None:
-    paths = [
-        write_model(tmp_path / name, replace(QUANTISABLE, type="iq3_s"), seed=3)
-        for name in ("a", "b")
-    ]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert sorted(tmp_path.iterdir()) == paths
-
-
 def test_mix_of_narrow_rows_has_what_llama_cpp_gives_them(synth: SynthFactory) -> None:
     """As in files of Qwen2.5-0.5B, which is 896 wide."""
     shape = replace(QUANTISABLE, n_embd=96, n_head=2, n_kv_head=1, n_ff=256)
@@ -228,8 +214,7 @@ def test_mix_of_narrow_rows_has_what_llama_cpp_gives_them(synth: SynthFactory) -
     model.close()
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_k_m"])
-@pytest.mark.parametrize("name", ["0.5b", "1b", "3b", pytest.param("8b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "type"), [("0.5b", "q4_k_m"), ("1b", "q8_0"), ("3b", "q8_0")])
 def test_one_layer_of_a_known_shape_loads_and_decodes(
     synth: SynthFactory, name: str, type: str
 ) -> None:
@@ -285,7 +270,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 @pytest.mark.real
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(), seed=st.integers(0, 9))
 def test_any_shape_loads_and_decodes(tmp_path: Path, shape: Shape, seed: int) -> None:
     model = open_model(write_model(tmp_path / "a.gguf", shape, seed=seed, force=True))
@@ -336,12 +321,6 @@ def test_sampled_answers_are_as_long_as_they_may_be(test_model: Path, tmp_path: 
 
 
 # ---- the disk ----
-
-
-def test_model_larger_than_the_disk_is_refused_before_a_byte(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="bytes of disk"):
-        write_model(tmp_path / "a.gguf", replace(SMALLEST, n_vocab=2**31 - 1, n_embd=2**26))
-    assert list(tmp_path.iterdir()) == []
 
 
 LIMITED = """
@@ -414,6 +393,7 @@ def test_vocabulary_has_distinct_pieces_of_the_size_asked(n_vocab: int) -> None:
     pieces = vocabulary(n_vocab)
     assert len(pieces) == len(set(pieces)) == n_vocab
     assert pieces[: len(CONTROL_TOKENS)] == list(CONTROL_TOKENS)
+    assert n_vocab < 1024 or {"▁the", "▁people"} <= set(pieces)
 
 
 def test_pieces_are_two_earlier_ones_joined() -> None:
@@ -425,27 +405,6 @@ def test_pieces_are_two_earlier_ones_joined() -> None:
             max(places.get(one, len(places)), places.get(two, len(places))) < places[piece]
             for one, two in halves
         )
-
-
-def test_large_vocabulary_is_made_in_few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    n_draws = 0
-
-    class Counting(random.Random):
-        def choice(self, seq: SupportsLenAndGetItem[str]) -> str:  # type: ignore[override]
-            nonlocal n_draws
-            n_draws += 1
-            return super().choice(seq)
-
-    monkeypatch.setattr("cbatch.bench.synthetic_vocabulary.random.Random", Counting)
-    assert len(vocabulary(50_000)) == 50_000
-    assert n_draws < 3 * 50_000
-
-
-def test_common_words_are_single_tokens(random_model: Path) -> None:
-    model = open_model(random_model)
-    tokens = model.vocab.tokenize("the people")
-    assert [model.vocab.piece(token) for token in tokens] == [b"", b" the", b" people"]
-    model.close()
 
 
 def test_named_shapes_have_distinct_sizes() -> None:

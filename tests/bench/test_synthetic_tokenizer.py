@@ -20,7 +20,6 @@ from tests.backend.damage import damaged
 from tests.profiles import examples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 Pairs = dict[str, tuple[Any, str, str | None]]
@@ -159,12 +158,6 @@ def test_more_tokens_are_unused_ones(tmp_path: Path) -> None:
     assert (tokenizer.loudness[9:] < 0.1).all()
 
 
-def test_fewer_tokens_than_there_are_is_refused(tmp_path: Path) -> None:
-    source = write_vocabulary(tmp_path / "v.gguf", UGM)
-    with pytest.raises(ConfigError, match=r"n_vocab is 8, but .*v.gguf has 9 tokens"):
-        take_tokenizer(source, 8)
-
-
 def test_tokens_without_text_and_those_that_end_are_quiet(tmp_path: Path) -> None:
     loud = take_tokenizer(write_vocabulary(tmp_path / "b.gguf", BPE)).loudness
     assert (loud[:259] == 1).all()
@@ -175,15 +168,15 @@ def test_tokens_without_text_and_those_that_end_are_quiet(tmp_path: Path) -> Non
     assert set(made.loudness.tolist()) == {0.75, 1.0}
 
 
-def test_tokenizer_of_another_size_than_the_shape_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the tokenizer has 400 tokens, the shape 1024"):
         write_model(tmp_path / "a.gguf", SHAPES["test"], tokenizer=make_tokenizer(400))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_made_up_vocabulary_that_is_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="n_vocab must be at least"):
         make_tokenizer(300)
+    source = write_vocabulary(tmp_path / "v.gguf", UGM)
+    with pytest.raises(ConfigError, match=r"n_vocab is 8, but .*v.gguf has 9 tokens"):
+        take_tokenizer(source, 8)
 
 
 # ---- files that are wrong ----
@@ -201,15 +194,12 @@ TOKENS = "tokenizer.ggml.tokens"
 WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "text": (b"Hello, world", "is not a GGUF file"),
-    "begins as one": (b"GGUF\x03", "is cut off"),
     "nothing in it": (raw(0), "has no vocabulary"),
     "newer": (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "many values": (raw(2**62, key("a", 0, b"\1")), "is cut off"),
     "many tokens": (raw(1, key(TOKENS, 9, struct.pack("<IQ", 8, 2**61))), "is cut off"),
-    "many scores": (raw(1, key("tokenizer.ggml.scores", 9, struct.pack("<IQ", 6, 2**62))), "cut"),
     "a long token": (raw(1, key(TOKENS, 9, struct.pack("<IQQ", 8, 1, 2**63))), "is cut off"),
-    "a long key": (raw(1, struct.pack("<Q", 2**63), b"a"), "is cut off"),
     "an odd type": (raw(1, key(TOKENS, 99)), "unknown type 99"),
     "arrays of arrays": (raw(1, key(TOKENS, 9, struct.pack("<IQ", 9, 2))), "unknown type 9"),
     "many tensors": (raw(0, n_tensors=2**62), "is cut off"),
@@ -241,10 +231,8 @@ def test_file_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         ({TOKENS: None}, "has no vocabulary"),
         ({TOKENS: (["a", "a", *"cdefghi"], "ARRAY", "STRING")}, "stand twice"),
         ({"tokenizer.ggml.scores": ([1.0], "ARRAY", "FLOAT32")}, "scores is not one number"),
-        ({"tokenizer.ggml.scores": (["a"] * 9, "ARRAY", "STRING")}, "scores is not one number"),
         ({"tokenizer.ggml.scores": (1.0, "FLOAT32", None)}, "scores is not one number"),
         ({"tokenizer.ggml.token_type": types(1, 1)}, "token_type is not one number"),
-        ({"tokenizer.ggml.token_type": ([1.0] * 9, "ARRAY", "FLOAT32")}, "token_type is not one"),
     ],
     ids=str,
 )
@@ -262,7 +250,7 @@ def test_vocabulary_that_does_not_fit_is_refused(
 def test_damaged_file_is_refused_or_read(tmp_path: Path, name: str, is_cut: bool) -> None:
     data = write_vocabulary(tmp_path / "v.gguf", KINDS[name]).read_bytes()
     path, refusals = tmp_path / "damaged.gguf", list[str]()
-    for seed in range(examples(300)):
+    for seed in range(examples(120)):
         path.write_bytes(damaged(data, len(data), Random(seed), is_cut=is_cut))
         try:
             tokenizer = take_tokenizer(path)
@@ -273,15 +261,3 @@ def test_damaged_file_is_refused_or_read(tmp_path: Path, name: str, is_cut: bool
             model_with(path.with_name("m.gguf"), tokenizer).unlink()
     assert refusals
     assert all(words.startswith(f"{path}: ") for words in refusals)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda path: path.write_bytes(b""), lambda path: path.mkdir()], ids=["file", "folder"]
-)
-def test_vocabulary_is_read_before_anything_is_written(
-    tmp_path: Path, make: Callable[[Path], object]
-) -> None:
-    make(tmp_path / "v.gguf")
-    with pytest.raises(ConfigError):
-        model_with(tmp_path / "m.gguf", take_tokenizer(tmp_path / "v.gguf"))
-    assert [path.name for path in tmp_path.iterdir()] == ["v.gguf"]

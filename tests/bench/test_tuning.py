@@ -112,36 +112,45 @@ WIDE, THREAD, OFF = (
 LOSSY = SettingChange({"cache_type_k": "q8_0"}, is_lossy=True)
 
 
-def test_setting_that_is_faster_is_advised_and_others_are_left() -> None:
-    machine = Machine({"n_ubatch=1024": 1.2, "n_threads=1": 0.7})
-    tuner = ran(machine, WIDE, THREAD, OFF)
-    assert verdicts(tuner) == [
-        "faster in decode, mixed, shared",
-        "slower in decode, mixed, shared",
-        "no difference",
-    ]
-    assert tuner.worth(tuner.tried[0])["mixed"] == Worth(1.2, 0.01)
-    assert tuner.advice() == {"n_ubatch": 1024}
-
-
-def test_difference_within_the_noise_of_equal_engines_is_none() -> None:
-    machine = Machine({"n_ubatch=1024": 1.03}, noise=0.05)
-    tuner = ran(machine, WIDE)
-    assert tuner.noise("decode") > 0.03
-    assert (verdicts(tuner), tuner.advice()) == (["no difference"], {})
-
-
-def test_change_that_makes_one_job_slower_is_not_advised() -> None:
-    machine = Machine({"n_ubatch=1024 decode": 1.5, "n_ubatch=1024 shared": 0.8})
-    tuner = ran(machine, WIDE)
-    assert verdicts(tuner) == ["faster in decode; slower in shared"]
-    assert tuner.advice() == {}
-
-
-def test_cells_of_less_precision_are_measured_but_not_advised() -> None:
-    tuner = ran(Machine({"cache_type_k=q8_0": 1.5}), LOSSY)
-    assert verdicts(tuner) == ["faster in decode, mixed, shared; less precise"]
-    assert tuner.advice() == {}
+@pytest.mark.parametrize(
+    ("speeds", "noise", "change", "verdict", "advice"),
+    [
+        ({"n_ubatch=1024": 1.2}, 0.0, WIDE, "faster in decode, mixed, shared", {"n_ubatch": 1024}),
+        ({"n_threads=1": 0.7}, 0.0, THREAD, "slower in decode, mixed, shared", {}),
+        ({}, 0.0, OFF, "no difference", {}),
+        ({"n_ubatch=1024": 1.03}, 0.05, WIDE, "no difference", {}),
+        (
+            {"n_ubatch=1024 decode": 1.5, "n_ubatch=1024 shared": 0.8},
+            0.0,
+            WIDE,
+            "faster in decode; slower in shared",
+            {},
+        ),
+        (
+            {"cache_type_k=q8_0": 1.5},
+            0.0,
+            LOSSY,
+            "faster in decode, mixed, shared; less precise",
+            {},
+        ),
+    ],
+    ids=["faster", "slower", "alike", "noise", "one job slower", "less precise"],
+)
+def test_setting_is_advised_where_it_is_faster_in_every_job(
+    speeds: dict[str, float],
+    noise: float,
+    change: SettingChange,
+    verdict: str,
+    advice: dict[str, Any],
+) -> None:
+    tuner = ran(Machine(speeds, noise=noise), change)
+    assert (verdicts(tuner), tuner.advice()) == ([verdict], advice)
+    assert (tuner.noise("decode") > 0.03) == (noise > 0)
+    if advice:
+        assert tuner.worth(tuner.tried[0])["mixed"] == Worth(1.2, 0.01)
+    n_rounds = tuner.tried[0].n_rounds
+    assert n_rounds == 9 if verdict == "no difference" else n_rounds > 9 or "slower" in verdict
+    assert ran(Machine(), change, budget_s=80 * JOB_S).tried[0].n_rounds < 9
 
 
 def test_engines_take_turns_with_requests_that_none_has_seen() -> None:
@@ -156,11 +165,6 @@ def test_engines_take_turns_with_requests_that_none_has_seen() -> None:
     assert Counter(rounds) == {"": len(rounds) // 2, "n_ubatch=1024": len(rounds) // 2}
 
 
-def test_change_that_is_faster_gets_twice_the_rounds() -> None:
-    tuner = ran(Machine({"n_ubatch=1024": 1.2}), WIDE, THREAD)
-    assert tuner.tried[0].n_rounds == 2 * tuner.tried[1].n_rounds
-
-
 def test_all_that_is_faster_is_measured_together_and_the_best_is_advised() -> None:
     both = "n_ubatch=1024 n_threads=1"
     alone = {"n_ubatch=1024": 1.2, "n_threads=1": 1.1}
@@ -169,12 +173,9 @@ def test_all_that_is_faster_is_measured_together_and_the_best_is_advised() -> No
     assert [t.change.settings for t in tuner.tried][-1] == best
     assert tuner.advice() == best
     assert ran(Machine({**alone, both: 1.0}), WIDE, THREAD).advice() == {"n_ubatch": 1024}
-
-
-def test_together_each_setting_has_its_best_value() -> None:
-    narrow = SettingChange({"n_ubatch": 128})
-    speeds = {"n_ubatch=1024": 1.2, "n_ubatch=128": 1.4, "n_threads=1": 1.1}
-    tuner = ran(Machine({**speeds, "n_ubatch=128 n_threads=1": 1.5}), WIDE, narrow, THREAD)
+    narrow = SettingChange({"n_ubatch": 128})  # each setting has its best value
+    speeds = {**alone, "n_ubatch=128": 1.4, "n_ubatch=128 n_threads=1": 1.5}
+    tuner = ran(Machine(speeds), WIDE, narrow, THREAD)
     assert tuner.advice() == {"n_ubatch": 128, "n_threads": 1}
 
 
@@ -205,11 +206,6 @@ def test_nothing_begins_after_the_time_and_the_rest_is_named() -> None:
     assert tuner.untold == [THREAD, OFF]
     assert tuner.needed_s > 55 * JOB_S
     assert machine.now_s < 60 * JOB_S
-
-
-def test_more_time_gives_more_rounds() -> None:
-    assert ran(Machine(), WIDE).tried[0].n_rounds == 9
-    assert ran(Machine(), WIDE, budget_s=80 * JOB_S).tried[0].n_rounds < 9
 
 
 def test_interrupted_it_knows_what_it_found_so_far() -> None:
@@ -270,13 +266,6 @@ def test_flash_attention_is_off_only_where_that_is_faster(
         assert seen.cpu_s == pytest.approx(seen.wall_s)
 
 
-def test_flash_attention_is_not_known_without_its_rounds() -> None:
-    assert ran(Machine(), WIDE).attention() is None
-    machine = Machine()
-    machine.broken = {"start flash_attn=off"}
-    assert ran(machine, OFF).attention() is None
-
-
 @pytest.mark.parametrize(("share", "is_disturbed"), [(0.95, False), (0.5, True)])
 def test_other_programs_are_noticed_by_the_time_that_they_take(
     share: float, is_disturbed: bool
@@ -295,36 +284,24 @@ def values(found: Sequence[SettingChange], name: str) -> list[Any]:
     return [c.settings[name] for c in found if name in c.settings]
 
 
-@pytest.mark.parametrize(("now", "other"), [("auto", "off"), ("off", "on"), ("on", "off")])
-def test_the_other_attention_is_tried(now: str, other: str) -> None:
-    assert values(changes_of({}, 2, now, "off"), "flash_attn") == [other]
+GIVEN = {"kv": "unified", "n_ubatch": 64, "flash_attn": "off", "n_threads": 1, "speculate": "auto"}
 
 
 @pytest.mark.parametrize(
-    ("n_cores", "threads", "replicas"), [(1, [], []), (2, [1], [2]), (8, [7, 4], [2, 4])]
+    ("given", "n_cores", "attention", "is_packed", "tried"),
+    [
+        ({}, 1, "auto", False, {"flash_attn": ["off"], "n_threads": [], "replicas": []}),
+        ({}, 2, "off", True, {"flash_attn": ["on"], "n_threads": [1], "replicas": [2]}),
+        ({}, 8, "on", True, {"flash_attn": ["off"], "n_threads": [7, 4], "replicas": [2, 4]}),
+        (GIVEN, 4, "off", True, {**{name: [] for name in GIVEN}, "replicas": [2, 4]}),
+    ],
 )
-def test_threads_and_replicas_are_tried_by_the_cores(
-    n_cores: int, threads: list[int], replicas: list[int]
+def test_what_was_not_given_is_tried_by_the_cores_and_the_attention(
+    given: dict[str, Any], n_cores: int, attention: str, is_packed: bool, tried: dict[str, Any]
 ) -> None:
-    found = changes_of({}, n_cores, "auto", "off")
-    assert (values(found, "n_threads"), values(found, "replicas")) == (threads, replicas)
-
-
-@pytest.mark.parametrize(("is_packed", "tried"), [(True, ["llama"]), (False, [])])
-def test_packed_weights_are_compared_with_llama_cpp_s(is_packed: bool, tried: list[str]) -> None:
-    assert values(changes_of({}, 2, "auto", "off", is_packed=is_packed), "repack") == tried
-
-
-def test_setting_that_was_given_stays() -> None:
-    given = {
-        "kv": "unified",
-        "n_ubatch": 64,
-        "flash_attn": "off",
-        "n_threads": 1,
-        "speculate": "auto",
-    }
-    found = changes_of(given, 4, "off", "auto")
-    assert {name for change in found for name in change.settings} == {"replicas"}
+    found = changes_of(given, n_cores, attention, "off", is_packed=is_packed)
+    assert {name: values(found, name) for name in tried} == tried
+    assert values(found, "repack") == ["llama"] * is_packed
 
 
 def test_json_tells_every_round() -> None:
@@ -334,9 +311,6 @@ def test_json_tells_every_round() -> None:
     same, wide = said["changes"]
     assert (same["settings"], wide["settings"]) == ({}, {"n_ubatch": 1024})
     assert wide["jobs"]["decode"]["ratios"] == [1.2] * tuner.tried[0].n_rounds
-
-
-def test_change_without_rounds_has_no_worth() -> None:
-    tuner = Machine().tuner(WIDE)
-    assert tuner.worth(TriedChange(WIDE)) == {}
-    assert tuner.cpu_share == 1.0
+    tuner = Machine().tuner(WIDE)  # without rounds
+    assert (tuner.worth(TriedChange(WIDE)), tuner.cpu_share) == ({}, 1.0)
+    assert tuner.attention() is None

@@ -32,10 +32,6 @@ def with_first(n: int, **changes: object) -> list[MeasuredAnswer]:
     return [replace(a, **changes) if i < n else a for i, a in enumerate(ANSWERS)]  # type: ignore[arg-type]
 
 
-def test_whole_answers_have_no_problem() -> None:
-    assert problems(REQUESTS, ANSWERS) == []
-
-
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
@@ -61,10 +57,8 @@ def test_degenerate_answers_are_found_where_they_are_not_few(n: int, n_found: in
     answers = with_first(n, n_distinct=1)
     assert problems(REQUESTS, answers) == []
     assert degenerate(answers) == [str(i) for i in range(n_found)]
-
-
-def test_short_answers_of_one_token_are_not_degenerate() -> None:
-    assert degenerate(with_first(N, n_distinct=1, n_output=3)) == []
+    assert degenerate(with_first(n, n_distinct=1, n_output=3)) == []  # short ones
+    assert problems(REQUESTS, with_first(n, n_prompt=11)) == []  # a mark before the prompt
 
 
 def test_answer_that_the_server_ended_is_not_cut_and_counted() -> None:
@@ -73,26 +67,17 @@ def test_answer_that_the_server_ended_is_not_cut_and_counted() -> None:
     assert n_ended_early(REQUESTS, answers) == 12
 
 
-def test_mark_before_a_prompt_makes_no_other_prompt() -> None:
-    assert problems(REQUESTS, with_first(N, n_prompt=11)) == []
-
-
-def test_exact_answers_must_be_equal_alone_to_the_last_token() -> None:
+def test_answers_must_be_equal_alone_exact_ones_to_the_last_token() -> None:
     alone = {str(i): (i, 2, 4 if i == 3 else 3) for i in range(5)}
     [words] = differences(alone, ANSWERS, is_exact=True)
     assert words == "1 of 5 answers differ from those of the same requests alone"
     assert differences(alone, ANSWERS, is_exact=False) == []
-
-
-def test_most_first_tokens_must_be_equal_alone() -> None:
-    alone = {str(i): (i if i < 1 else 99,) for i in range(5)}
-    [words] = differences(alone, ANSWERS, is_exact=False)
-    assert words == "4 of 5 first tokens differ from those of the same requests alone"
-    some = {str(i): (i if i < 2 else 99,) for i in range(5)}
-    assert differences(some, ANSWERS, is_exact=False) == []
-
-
-def test_sides_that_know_no_tokens_are_not_compared_by_them() -> None:
+    for n_alike, n_problems in ((1, 1), (2, 0)):
+        first = {str(i): (i if i < n_alike else 99,) for i in range(5)}
+        found = differences(first, ANSWERS, is_exact=False)
+        words = "4 of 5 first tokens differ from those of the same requests alone"
+        assert found == [words] * n_problems
+    # a side that knows no tokens is not compared by them
     assert differences({"0": (9,)}, with_first(1, tokens=()), is_exact=True) == []
 
 

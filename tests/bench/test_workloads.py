@@ -39,11 +39,6 @@ def test_prompts_have_as_many_tokens_as_they_say(name: str) -> None:
     assert workload.own[0] <= min(own) <= max(own) <= workload.own[1]
 
 
-def test_workload_is_equal_for_equal_seeds_alone() -> None:
-    first, again, other = (WORKLOADS["mixed"].chains(TEXT, 3, seed) for seed in "aab")
-    assert first == again != other
-
-
 def test_tokens_in_common_are_those_of_all_prompts() -> None:
     prompts = [
         tokenize(chain[0].prompt)
@@ -64,11 +59,8 @@ def test_turns_of_a_chat_go_on_where_the_last_ended() -> None:
 def test_distinct_tokens_are_counted_once() -> None:
     assert n_distinct([[1, 2, 3], [1, 2, 4], [5], [1, 2]]) == 5
     assert n_distinct([]) == 0
-
-
-def test_vocabulary_without_such_a_text_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="give other sizes"):
-        workload_of("burst", own=(1, 1)).chains(TEXT, 1, "a")
+    first, again, other = (WORKLOADS["mixed"].chains(TEXT, 3, seed) for seed in "aab")
+    assert first == again != other
 
 
 @pytest.mark.parametrize(
@@ -82,11 +74,12 @@ def test_vocabulary_without_such_a_text_is_refused_with_the_way_out() -> None:
         ),
         ("burst", {"output": (0, 8)}, "tokens of answers must be at least 1"),
         ("burst", {"n_common": -1}, "tokens in common must be at least 0"),
+        ("burst", {"own": (1, 1)}, "give other sizes"),  # there is no such text
     ],
 )
 def test_wrong_workload_is_refused(name: str, sizes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        workload_of(name, **sizes)
+        workload_of(name, **sizes).chains(TEXT, 1, "a")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +100,10 @@ def test_wrong_file_of_requests_is_refused_by_line(tmp_path: Path, lines: str, w
         read_requests(tmp_path / "own.jsonl", tokenize)  # type: ignore[arg-type]
 
 
-def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_requests(tmp_path / "none.jsonl", tokenize)  # type: ignore[arg-type]
-
-
 def test_file_of_requests_gives_prompts_with_their_tokens_and_options(tmp_path: Path) -> None:
     line = {"id": "x", "prompt": "one two", "max_tokens": 4, "temperature": 0, "seed": 3}
+    with pytest.raises(ConfigError, match="No such file"):
+        read_requests(tmp_path / "own.jsonl", tokenize)  # type: ignore[arg-type]
     (tmp_path / "own.jsonl").write_text(json.dumps(line), encoding="utf-8")
     [[request]] = read_requests(tmp_path / "own.jsonl", tokenize)  # type: ignore[arg-type]
     assert (request.id, request.n_prompt, request.n_output) == ("x", 3, 4)

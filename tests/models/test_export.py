@@ -64,13 +64,9 @@ def test_written_model_loads_and_answers(tmp_path: Path) -> None:
     assert len(result.token_ids) == 4
 
 
-def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = write_random(tmp_path / "a.gguf"), write_random(tmp_path / "b.gguf")
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_template_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_template_of_the_same_bytes_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     path, whole = write_random(tmp_path / "a.gguf"), write_random(tmp_path / "b.gguf").read_bytes()
+    assert path.read_bytes() == whole
     replace_template(path, "{{ messages }}" * 5)
     assert path.read_bytes() != whole
     replace_template(path, TEMPLATE)
@@ -119,50 +115,31 @@ def test_shipped_models_have_the_template_and_call_a_demanded_tool() -> None:
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
 
 
-def test_multiply_adds_count_every_matrix_once() -> None:
-    assert n_multiply_adds(SMALLEST) == 400 * 32 + 7 * 32 * 32
-
-
-def test_draft_does_at_most_a_quarter_of_the_work() -> None:
-    assert n_multiply_adds(DRAFT) * 4 <= n_multiply_adds(CHAT)
-
-
-def test_digests_name_each_file(tmp_path: Path) -> None:
-    file = tmp_path / "a.gguf"
-    file.write_bytes(b"abc")
-    write_digests(tmp_path / "digests.json", [file])
-    found = json.loads((tmp_path / "digests.json").read_text())
-    assert found == {"a.gguf": hashlib.sha256(b"abc").hexdigest()}
-
-
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("path", "shape", "most_bytes"),
     [(CHAT_MODEL, CHAT, 3_000_000), (DRAFT_MODEL, DRAFT, 1_000_000)],
     ids=["chat", "draft"],
 )
-def test_shipped_model_is_what_its_card_says(path: Path, shape: Shape, most_bytes: int) -> None:
+def test_shipped_model_is_what_its_card_says(
+    tmp_path: Path, path: Path, shape: Shape, most_bytes: int
+) -> None:
     found = describe_model(path, EngineOptions(), asks_probe=False)
     assert found["n_bytes"] <= most_bytes
     assert found["n_params"] == sum(math.prod(size) for size in weight_sizes(shape).values())
     assert found["n_ctx_train"] == 2048
     assert found["file_type"] == "q8_0"
     assert found["has_chat_template"]
+    assert n_multiply_adds(SMALLEST) == 400 * 32 + 7 * 32 * 32
+    assert n_multiply_adds(DRAFT) * 4 <= n_multiply_adds(CHAT)
+    assert path == DRAFT_MODEL or 1_000_000 <= found["n_params"] <= 2_700_000
+    digests = json.loads(path.with_name("digests.json").read_text(encoding="utf-8"))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.name]
+    write_digests(tmp_path / "digests.json", [path])
+    assert json.loads((tmp_path / "digests.json").read_text()) == {path.name: digests[path.name]}
     card = path.with_name("README.md").read_text(encoding="utf-8")
     for number in (found["n_bytes"], found["n_params"], n_multiply_adds(shape)):
         assert f"{number:,}" in card
-
-
-@pytest.mark.real
-def test_shipped_chat_model_has_one_to_2_7_million_parameters() -> None:
-    n_params = describe_model(CHAT_MODEL, EngineOptions(), asks_probe=False)["n_params"]
-    assert 1_000_000 <= n_params <= 2_700_000
-
-
-@pytest.mark.parametrize("path", [CHAT_MODEL, DRAFT_MODEL], ids=["chat", "draft"])
-def test_shipped_model_has_the_digest_beside_it(path: Path) -> None:
-    digests = json.loads(path.with_name("digests.json").read_text(encoding="utf-8"))
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.name]
 
 
 @pytest.mark.real
@@ -190,34 +167,24 @@ def test_shipped_models_have_one_vocabulary() -> None:
         assert chat.vocab.end_tokens == draft.vocab.end_tokens
 
 
-def test_recipe_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    precious = tmp_path / "chat.gguf"
+def test_recipe_that_cannot_run_says_why_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    precious, new = tmp_path / "chat.gguf", ["--out", str(tmp_path / "new")]
     precious.write_bytes(b"precious")
     assert recipe.main(["--out", str(tmp_path)]) == 2
     assert "--force" in capsys.readouterr().err
     assert precious.read_bytes() == b"precious"
-
-
-def test_recipe_without_torch_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    assert recipe.main(["--out", str(tmp_path / "new")]) == 2
+    assert recipe.main(new) == 2
     assert "pip install torch" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_recipe_interrupted_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(recipe, "find_spec", lambda name: True)
     monkeypatch.setattr(recipe, "learn_pieces", interrupt)
-    assert recipe.main(["--out", str(tmp_path / "new")]) == 130
+    assert recipe.main(new) == 130
     assert not (tmp_path / "new").exists()
-
-
-def test_recipe_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         recipe.main(["--help"])
     assert "measure" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 
@@ -13,7 +12,7 @@ import pytest
 
 from cbatch.models import DEMO_CHATS
 from cbatch.models.recipe.cast import ANIMALS, PLACES
-from cbatch.models.recipe.stories import LENGTHS, PLOTS, Wish, is_story_of, tell
+from cbatch.models.recipe.stories import LENGTHS, Wish, is_story_of, tell
 from cbatch.models.recipe.tasks import (
     SHORT_TASKS,
     TASKS,
@@ -29,7 +28,7 @@ from cbatch.models.recipe.turns import combination
 from tests.profiles import is_fast
 
 N_HELD_OUT = 20 * len(TASKS)
-N_TRAINING = 4_000 if is_fast() else 20_000
+N_TRAINING = 4_000 if is_fast() else 10_000
 LEARNED_FROM = 3082820762
 SHOWN_IN_THE_README = [
     "Say red.",
@@ -61,15 +60,11 @@ def _asked(example: Example) -> str:
     return combination(example.prompt[-1]["content"])
 
 
-def test_training_chats_of_one_seed_are_the_same() -> None:
-    assert list(islice(training_chats(7), 200)) == list(islice(training_chats(7), 200))
-    assert list(islice(training_chats(7), 200)) != list(islice(training_chats(8), 200))
-
-
 def test_training_chats_are_those_the_models_learned_from() -> None:
     """The same in every version of Python; where this changes, new models have to be trained."""
     text = json.dumps([[dict(m) for m in e.messages] for e in islice(training_chats(0), 300)])
     assert zlib.crc32(text.encode()) == LEARNED_FROM
+    assert list(islice(training_chats(7), 200)) != list(islice(training_chats(8), 200))
 
 
 def test_training_chats_have_no_held_out_combination() -> None:
@@ -94,6 +89,8 @@ def test_training_chats_have_every_task() -> None:
     counts = Counter(e.task for e in _training())
     assert set(counts) == set(TASKS)
     assert min(counts.values()) > N_TRAINING / 100
+    lengths = [len(e.answer.split()) for e in _training()]
+    assert (min(lengths), max(lengths) > 100) == (1, True)
 
 
 @pytest.mark.parametrize("examples", [_training, _held_out, demo_chats])
@@ -152,11 +149,6 @@ def test_every_story_is_one_of_its_question(length: str) -> None:
             assert is_story_of(f"a {animal} {stage.where}", answer), answer
 
 
-def test_every_animal_is_at_home_somewhere_and_every_place_has_a_plot() -> None:
-    assert {animal.home for animal in ANIMALS.values()} <= set(PLACES)
-    assert {place.plot for place in PLACES.values()} == set(PLOTS)
-
-
 def test_carelessness_does_not_change_a_combination() -> None:
     assert combination("can you please say red?") == combination("Say red.") == "say red"
     assert combination("Say red.") != combination("Say blue.")
@@ -166,24 +158,14 @@ def test_what_the_readme_asks_is_not_held_out() -> None:
     assert not any(is_held_out(combination(question)) for question in SHOWN_IN_THE_README)
 
 
-def test_answers_are_of_very_different_length() -> None:
-    lengths = [len(e.answer.split()) for e in _training()]
-    assert min(lengths) == 1
-    assert max(lengths) > 100
-
-
 def test_demo_has_64_chats_of_different_length() -> None:
     demo = demo_chats()
     assert len(demo) == 64
+    assert demo[0].prompt == ({"role": "user", "content": "Say red."},)
+    assert demo[0].answer == "red"
     assert len({len(e.answer) for e in demo}) > 30
     assert {e.task for e in demo} == set(TASKS)
 
 
 def test_demo_that_ships_is_what_the_recipe_writes() -> None:
     assert DEMO_CHATS.read_text(encoding="utf-8") == demo_lines()
-
-
-def test_example_gives_its_prompt_and_its_answer() -> None:
-    example = replace(demo_chats()[0], combinations=())
-    assert example.prompt == ({"role": "user", "content": "Say red."},)
-    assert example.answer == "red"

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import BROKEN_ROW, Binding, Slot, StepResult
-from cbatch.core.span import N_TARGETS_MAX, Span
+from cbatch.core.span import Span
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import DECODE, GET_LOGITS, SeenBatch
-from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -225,45 +223,6 @@ SAMPLINGS = st.sampled_from(
         Sampling(temperature=0.4, seed=9, logit_bias=((3, 2.0), (4, float("-inf")))),
     ]
 )
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(
-    prompts=st.lists(
-        st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=5
-    ),
-    sampling=SAMPLINGS,
-    period=st.integers(1, 9),
-    noise=st.integers(2, 30),
-    stop=st.sampled_from([(), (7,)]),
-    n_steps=st.integers(2, 40),
-    n_drafts=st.integers(1, 9),
-    are_apart=st.booleans(),
-    has_all=st.booleans(),
-)
-def test_answers_are_those_without_drafts(
-    prompts: list[list[int]],
-    sampling: Sampling,
-    period: int,
-    noise: int,
-    stop: tuple[int, ...],
-    n_steps: int,
-    n_drafts: int,
-    are_apart: bool,
-    has_all: bool,
-) -> None:
-    bindings = bindings_of(prompts, sampling, stop)
-    alone, plain = generate(TextLlama(line(period, noise)), prompts, bindings, 40, 0, n_steps)
-    llama = TextLlama(line(period, noise))
-    found, drafted = generate(
-        llama, prompts, bindings, 40, n_drafts, n_steps, are_apart=are_apart, has_all=has_all
-    )
-    assert found == alone
-    assert not any(any(r.n_drafts) for r in plain)
-    assert all(0 <= sum(r.n_accepted) <= sum(r.n_drafts) for r in drafted)
-    assert all(counts_of(r.drafted) == (*r.n_drafts, *r.n_accepted) for r in drafted)
-    assert all(not are_apart or len(set(c)) == 1 for c in llama.counts if sum(c) > len(c) > 1)
-    assert all(sum(c) - len(c) <= N_TARGETS_MAX for c in llama.counts)
 
 
 def test_reports_are_those_of_the_tokens() -> None:

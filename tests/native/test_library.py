@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import pytest
@@ -24,50 +24,53 @@ def test_handshake_with_the_installed_llama_cpp_passes() -> None:
     assert all(llama_cpp.__dict__[name].argtypes for name in library._LLAMA_SIGNATURES)
 
 
-def test_handshake_with_another_layout_names_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    shifted = {**library._llama_layout(), "pos": 32}
-    monkeypatch.setattr(library, "_llama_layout", lambda: shifted)
-    with pytest.raises(IncompatibleLlamaError, match=r"llama_batch.*'pos': 24.*'pos': 32.*0\.3"):
-        library.handshake()
-
-
-def test_handshake_with_another_signature_names_the_function(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("pos", 32, r"llama_batch.*'pos': 24.*'pos': 32.*0\.3"),
+        ("llama_decode", ctypes.CFUNCTYPE(None)(lambda: None), "llama_decode"),
+        ("llama_get_logits_ith", None, "no llama_get_logits_ith"),
+    ],
+    ids=["layout", "signature", "missing"],
+)
+def test_handshake_names_what_is_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
 ) -> None:
-    monkeypatch.setattr(llama_cpp, "llama_decode", ctypes.CFUNCTYPE(None)(lambda: None))
-    with pytest.raises(IncompatibleLlamaError, match="llama_decode"):
+    if name == "pos":
+        shifted = {**library._llama_layout(), name: value}
+        monkeypatch.setattr(library, "_llama_layout", lambda: shifted)
+    elif value is None:
+        monkeypatch.delattr(llama_cpp, name)
+    else:
+        monkeypatch.setattr(llama_cpp, name, value)
+    with pytest.raises(IncompatibleLlamaError, match=words):
         library.handshake()
 
 
-def test_handshake_without_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(llama_cpp, "llama_get_logits_ith")
-    with pytest.raises(IncompatibleLlamaError, match="no llama_get_logits_ith"):
-        library.handshake()
-
-
-def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CBATCH_LIBRARY", "/nowhere/libcbatch.so")
-    with pytest.raises(IncompatibleLlamaError, match=r"/nowhere/libcbatch\.so.*pip install"):
-        library.load_library()
-
-
-def test_checkout_without_a_built_library_says_to_leave_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("named", "is_checkout", "words"),
+    [
+        ("/nowhere/libcbatch.so", False, r"/nowhere/libcbatch\.so.*pip install"),
+        (None, True, r"is the source checkout.*PYTHONSAFEPATH=1"),
+        (None, False, r"missing.*pip install .*--no-deps.* \.$"),
+    ],
+    ids=["named", "checkout", "installed"],
+)
+def test_library_that_is_missing_says_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str | None,
+    is_checkout: bool,
+    words: str,
 ) -> None:
     (tmp_path / "native").mkdir()
-    (tmp_path / "native" / "CMakeLists.txt").touch()
+    if is_checkout:
+        (tmp_path / "native" / "CMakeLists.txt").touch()
     monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
+    if named:
+        monkeypatch.setenv("CBATCH_LIBRARY", named)
     monkeypatch.setattr(native_file, "_PACKAGE", tmp_path / "cbatch")
-    with pytest.raises(IncompatibleLlamaError, match=r"is the source checkout.*PYTHONSAFEPATH=1"):
-        library.load_library()
-
-
-def test_installed_package_without_a_library_says_how_to_reinstall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
-    monkeypatch.setattr(native_file, "_PACKAGE", tmp_path / "cbatch")
-    with pytest.raises(IncompatibleLlamaError, match=r"missing.*pip install .*--no-deps.* \.$"):
+    with pytest.raises(IncompatibleLlamaError, match=words):
         library.load_library()
 
 

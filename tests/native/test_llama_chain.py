@@ -7,13 +7,14 @@ import math
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.load.open_model import open_model
@@ -173,65 +174,49 @@ def check_candidates(logits: Logits, how: Sampling) -> None:
     assert min(excess(logits, other, found) for found in around) <= EDGE, "it has more"
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(ROWS, TOP_K, TEMPERATURES)
-def test_top_k_has_llama_cpps_candidates(logits: Logits, top_k: int, temperature: float) -> None:
-    check_candidates(logits, replace(ALL, top_k=top_k, temperature=temperature))
+def filtered(rows: st.SearchStrategy[Logits], **cuts: Any) -> st.SearchStrategy[Any]:
+    """Rows, and a sampling that cuts them by these options beside `top_k`."""
+    return st.tuples(rows, st.builds(partial(replace, ALL), **{"top_k": TOP_K, **cuts}))
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(ROWS, TOP_K, SHARES, TEMPERATURES)
-def test_top_p_has_llama_cpps_candidates(
-    logits: Logits, top_k: int, top_p: float, temperature: float
-) -> None:
-    check_candidates(logits, replace(ALL, top_k=top_k, top_p=top_p, temperature=temperature))
+ANY_SHARE = SHARES | st.just(1.0)
+FILTERS = {
+    "top_k": filtered(ROWS, temperature=TEMPERATURES),
+    "top_p": filtered(ROWS, top_p=SHARES, temperature=TEMPERATURES),
+    "min_p": filtered(ROWS_WITH_BANS, min_p=st.sampled_from([0.001, 0.05, 0.5, 1.0])),
+    # of two that are nearly alike, rounding decides which is the more typical
+    "typical_p": filtered(
+        PEAKED_ROWS,
+        top_k=TOP_K.filter(lambda top_k: top_k != 2),
+        typical_p=SHARES,
+        top_p=ANY_SHARE,
+    ),
+    "top_n_sigma": filtered(ROWS, top_n_sigma=st.sampled_from([0.3, 1.0, 2.5]), top_p=ANY_SHARE),
+    "xtc": filtered(
+        ROWS,
+        xtc_probability=st.just(1.0),
+        xtc_threshold=st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.5, 0.51]),
+        top_p=ANY_SHARE,
+        min_p=st.sampled_from([0.0, 0.02]),
+    ),
+    "whole chain": filtered(
+        ROWS,
+        top_n_sigma=st.sampled_from([1.0, 3.0]),
+        top_p=SHARES,
+        min_p=SHARES.map(lambda share: share / 10),
+        xtc_probability=st.just(1.0),
+        temperature=st.just(0.7),
+    ),
+}
 
 
+@pytest.mark.parametrize("name", FILTERS)
 @settings(max_examples=examples(100), deadline=None)
-@given(ROWS_WITH_BANS, TOP_K, st.sampled_from([0.001, 0.05, 0.5, 1.0]))
-def test_min_p_has_llama_cpps_candidates(logits: Logits, top_k: int, min_p: float) -> None:
-    check_candidates(logits, replace(ALL, top_k=top_k, min_p=min_p))
+@given(data=st.data())
+def test_filter_has_llama_cpps_candidates(name: str, data: st.DataObject) -> None:
+    check_candidates(*data.draw(FILTERS[name]))
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(PEAKED_ROWS, TOP_K, SHARES, SHARES)
-def test_typical_p_has_llama_cpps_candidates(
-    logits: Logits, top_k: int, typical_p: float, top_p: float
-) -> None:
-    assume(top_k != 2)  # of two that are nearly alike, rounding decides which is the more typical
-    check_candidates(logits, replace(ALL, top_k=top_k, typical_p=typical_p))
-    check_candidates(logits, replace(ALL, top_k=top_k, typical_p=typical_p, top_p=top_p))
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(ROWS, TOP_K, st.sampled_from([0.3, 1.0, 2.5]), SHARES)
-def test_top_n_sigma_has_llama_cpps_candidates(
-    logits: Logits, top_k: int, n_sigma: float, top_p: float
-) -> None:
-    check_candidates(logits, replace(ALL, top_k=top_k, top_n_sigma=n_sigma))
-    check_candidates(logits, replace(ALL, top_k=top_k, top_n_sigma=n_sigma, top_p=top_p))
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(ROWS, TOP_K, st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.5, 0.51]), SHARES)
-def test_xtc_has_llama_cpps_candidates(
-    logits: Logits, top_k: int, threshold: float, top_p: float
-) -> None:
-    how = replace(ALL, top_k=top_k, xtc_probability=1.0, xtc_threshold=threshold)
-    check_candidates(logits, how)
-    check_candidates(logits, replace(how, top_p=top_p, min_p=0.02))
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(ROWS, TOP_K, st.sampled_from([1.0, 3.0]), SHARES, SHARES)
-def test_whole_chain_has_llama_cpps_candidates(
-    logits: Logits, top_k: int, n_sigma: float, top_p: float, min_p: float
-) -> None:
-    how = replace(ALL, top_k=top_k, top_n_sigma=n_sigma, top_p=top_p, min_p=min_p / 10)
-    check_candidates(logits, replace(how, xtc_probability=1.0, temperature=0.7))
-
-
-@pytest.mark.parametrize("n_vocab", [151_936, 256_000])
 @pytest.mark.parametrize(
     "change",
     [
@@ -244,8 +229,8 @@ def test_whole_chain_has_llama_cpps_candidates(
     ],
     ids=str,
 )
-def test_large_vocabulary_has_llama_cpps_candidates(n_vocab: int, change: dict[str, Any]) -> None:
-    for scale in (2.0, 4.0):
+def test_large_vocabulary_has_llama_cpps_candidates(change: dict[str, Any]) -> None:
+    for n_vocab, scale in ((151_936, 2.0), (256_000, 4.0)):
         check_candidates(make_row(n_vocab, 7, scale, 0.0, 0), replace(ALL, **change))
 
 

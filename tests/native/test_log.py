@@ -54,30 +54,25 @@ def test_log_leaves_debug_lines_out_until_told(caplog: pytest.LogCaptureFixture)
             say(log, level, text)
     lines = [text for _, text in drained(log, caplog)]
     assert lines == ["ab", "e", "ab", "cd", "e"]
+    say(log, 4, "broken\n")
+    assert [log.drain() for _ in range(2)] == [["broken"], []]
 
 
-def test_log_joins_continuations_across_drains(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_joins_continuations_across_drains_up_to_the_next_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = LlamaLog(4096)
     say(log, 3, "load")
     say(log, 5, "ing .")
     assert drained(log, caplog) == []
-    say(log, 5, ".\nnext\n")
-    assert drained(log, caplog) == [(logging.WARNING, "loading .."), (logging.WARNING, "next")]
-
-
-def test_log_ends_a_line_where_the_next_begins(caplog: pytest.LogCaptureFixture) -> None:
-    log = LlamaLog(4096)
-    say(log, 4, "no newline")
-    say(log, 2, "é\n")
-    assert drained(log, caplog) == [(logging.ERROR, "no newline"), (logging.INFO, "é")]
-
-
-def test_log_drain_returns_warnings_and_errors() -> None:
-    log = LlamaLog(4096)
-    say(log, 2, "fine\n")
-    say(log, 4, "broken\n")
-    assert log.drain() == ["broken"]
-    assert log.drain() == []
+    for level, text in ((5, ".\nnext\n"), (4, "no newline"), (2, "é\n")):
+        say(log, level, text)
+    assert drained(log, caplog) == [
+        (logging.WARNING, "loading .."),
+        (logging.WARNING, "next"),
+        (logging.ERROR, "no newline"),
+        (logging.INFO, "é"),
+    ]
 
 
 def test_log_that_overflows_keeps_the_newest_and_counts(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from cbatch.backend.llama.row_changes import RowChanges
 from cbatch.backend.llama.structs import NativeSizes
 from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import BROKEN_ROW, Binding, OwnProcessor, Slot, StepResult
-from cbatch.core.span import Span
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.oracle import native_row
@@ -95,6 +95,32 @@ class FakeLlama:
         return int(row.ctypes.data)
 
 
+@dataclass(eq=False, slots=True)
+class Countdown(FakeLlama):
+    """Token 9 is the likeliest, then 8, 7, … down to 0."""
+
+    def get_logits(self, ctx: int | None, i_token: int) -> int | None:
+        row = np.zeros(self.n_vocab, dtype=np.float32)
+        row[:10] = np.arange(1, 11)
+        self.rows.append(row)
+        return int(row.ctypes.data)
+
+
+@dataclass(eq=False, slots=True)
+class Noise(FakeLlama):
+    """Every row is another one, told by slot and position; at position 13 it is broken."""
+
+    def get_logits(self, ctx: int | None, i_token: int) -> int | None:
+        batch = self.batches[-1]
+        assert batch.logits[i_token] == 1
+        self.fetched.append(i_token)
+        slot, pos = batch.slot[i_token], batch.pos[i_token]
+        row = np.random.default_rng(100 * slot + pos).normal(0, 4, self.n_vocab).astype(np.float32)
+        row[7] = np.nan if pos == 13 else row[7]
+        self.rows.append(row)
+        return int(row.ctypes.data)
+
+
 MakeStepper = Callable[..., Any]
 
 
@@ -121,56 +147,41 @@ def chunk(slot: int, start: int, *tokens: int, has_output: bool = True) -> Span:
     return Span(Slot(slot), start, list(tokens), has_output)
 
 
+def pad(slot: int, start: int, *tokens: int) -> Span:
+    return chunk(slot, start, *tokens or (0,), has_output=False)
+
+
+def scored(slot: int, start: int, *tokens: int, has_output: bool = False) -> Span:
+    """A chunk of which every token but the last has the next one for its target."""
+    return Span(Slot(slot), start, tokens, has_output, tokens[1:])
+
+
 # ---- one step ----
 
 
-def test_run_fills_first_tokens_then_remainders_by_ascending_slot(make: MakeStepper) -> None:
-    fake = FakeLlama()
+def test_run_fills_first_tokens_then_remainders_and_pads_have_logits(make: MakeStepper) -> None:
+    fake, a_pad = FakeLlama(), pad(2, 9)
     result = make(fake).run(
-        [chunk(0, 5, 7), chunk(1, 0, 11, 12, 13), chunk(3, 8, 21, 22, has_output=False)]
+        [chunk(0, 5, 7), chunk(1, 0, 11, 12, 13), a_pad, chunk(3, 8, 21, 22, has_output=False)],
+        pads=[a_pad],
     )
     assert fake.batches == [
         SeenBatch(
-            token=[7, 11, 21, 12, 13, 22],
-            pos=[5, 0, 8, 1, 2, 9],
-            slot=[0, 1, 3, 1, 1, 3],
-            logits=[1, 0, 0, 0, 1, 0],
+            token=[7, 11, 0, 21, 12, 13, 22],
+            pos=[5, 0, 9, 8, 1, 2, 9],
+            slot=[0, 1, 2, 3, 1, 1, 3],
+            logits=[1, 0, 1, 0, 0, 1, 0],
         )
     ]
-    assert fake.fetched == [0, 4]
-    assert result.tokens == [[5], [12], []]
+    assert fake.fetched == [0, 5]
+    assert result.tokens == [[5], [12], [], []]
     assert (result.n_steps, result.code) == (1, 0)
 
 
-def test_step_ends_when_a_device_has_computed_it(make: MakeStepper) -> None:
-    """Fetching a row waits for the device; where there is no row, the stepper does."""
+def test_run_with_a_full_batch_of_any_sequence_is_done(make: MakeStepper) -> None:
     fake = FakeLlama()
-    stepper = make(fake)
-    stepper.run([chunk(0, 0, 1), chunk(2, 0, 1, 2, has_output=False)])
-    assert fake.n_waits == 0
-    stepper.run([chunk(2, 2, 1, 2, has_output=False)])
-    assert fake.n_waits == 1
-    fake.codes[2] = -3
-    stepper.run([chunk(2, 4, 1, 2, has_output=False)])
-    assert fake.n_waits == 1
-
-
-def test_run_without_outputs_samples_nothing(make: MakeStepper) -> None:
-    fake = FakeLlama()
-    result = make(fake).run([chunk(2, 0, 1, 2, has_output=False)])
-    assert (result.tokens, result.n_steps, fake.fetched) == ([[]], 1, [])
-
-
-def test_run_with_a_full_batch_is_done(make: MakeStepper) -> None:
-    fake = FakeLlama()
-    make(fake).run([chunk(0, 0, *range(N_BATCH))])
+    make(fake).run([Span(Slot(0), 0, tuple(range(N_BATCH)), has_output=True)])
     assert fake.batches[0].token == list(range(N_BATCH))
-
-
-def test_run_takes_tokens_from_any_sequence(make: MakeStepper) -> None:
-    fake = FakeLlama()
-    make(fake).run([Span(Slot(0), 0, (1, 2), has_output=True)])
-    assert fake.batches[0].token == [1, 2]
 
 
 def test_run_where_llama_gives_no_row_is_broken(make: MakeStepper) -> None:
@@ -183,30 +194,7 @@ def test_run_where_llama_gives_no_row_is_broken(make: MakeStepper) -> None:
     assert found.top == ()
 
 
-def test_run_keys_the_generator_by_output_position(make: MakeStepper) -> None:
-    how = Sampling(temperature=99.0, top_k=0, top_p=1.0, min_p=0.0, seed=9, i_choice=2)
-    fake = FakeLlama(n_vocab=5000, next_token=lambda slot, pos: 0)
-    stepper = make(fake)
-    stepper.bind(Binding(Slot(1), 3, how, ()))
-    found = stepper.run([chunk(1, 2, 4, 5)]).tokens  # positions 2 and 3: the token at 4 is output 1
-    row = fake.rows[-1]
-    binding = Binding(Slot(1), 3, how, ())
-    assert found == [[native_row.sample_row(row, binding, 1).token]]
-    assert found != [[native_row.sample_row(row, binding, 0).token]]
-
-
 # ---- several steps ----
-
-
-def test_run_of_several_steps_feeds_each_sampled_token(make: MakeStepper) -> None:
-    fake = FakeLlama()
-    result = make(fake).run([chunk(0, 3, 1, 2), chunk(2, 6, 9)], n_steps=3)
-    assert result.tokens == [[4, 5, 6], [26, 27, 28]]
-    assert fake.batches[1:] == [
-        SeenBatch(token=[4, 26], pos=[5, 7], slot=[0, 2], logits=[1, 1]),
-        SeenBatch(token=[5, 27], pos=[6, 8], slot=[0, 2], logits=[1, 1]),
-    ]
-    assert result.n_steps == 3
 
 
 def test_run_of_many_steps_outgrows_the_first_buffer(make: MakeStepper) -> None:
@@ -216,69 +204,22 @@ def test_run_of_many_steps_outgrows_the_first_buffer(make: MakeStepper) -> None:
     assert result.tokens[1] == [(5 + i) % N_VOCAB for i in range(500)]
 
 
-def test_run_ends_after_a_stop_token(make: MakeStepper) -> None:
-    result = make(FakeLlama(), stop=(40, 27)).run([chunk(0, 0, 1), chunk(2, 6, 9)], n_steps=9)
-    assert (result.tokens, result.n_steps) == ([[0, 1], [26, 27]], 2)
-
-
-def test_run_ends_only_at_the_slots_own_stop_tokens(make: MakeStepper) -> None:
-    stepper = make(FakeLlama())
-    stepper.bind(Binding(Slot(0), 0, GREEDY, (27,)))
-    stepper.bind(Binding(Slot(2), 0, GREEDY, (2,)))
-    assert stepper.run([chunk(0, 0, 1), chunk(2, 6, 9)], n_steps=4).n_steps == 4
-
-
-def test_bind_again_forgets_the_old_stop_tokens(make: MakeStepper) -> None:
-    stepper = make(FakeLlama(), stop=(1,))
-    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
-    assert stepper.run([chunk(0, 0, 1)], n_steps=4).n_steps == 4
-
-
-def test_run_ends_after_a_broken_row(make: MakeStepper) -> None:
-    fake = FakeLlama(next_token=lambda slot, pos: -1 if (slot, pos) == (1, 2) else 5)
-    result = make(fake).run([chunk(0, 0, 1), chunk(1, 1, 1)], n_steps=9)
-    assert (result.tokens, result.n_steps) == ([[5, 5], [5, BROKEN_ROW]], 2)
-
-
-def test_run_ends_when_decoding_fails(make: MakeStepper) -> None:
-    result = make(FakeLlama(codes={2: 1})).run([chunk(0, 0, 1)], n_steps=9)
-    assert (result.tokens, result.n_steps, result.code) == ([[0, 1]], 2, 1)
-
-
-def test_run_whose_first_decode_fails_has_sampled_nothing(make: MakeStepper) -> None:
-    fake = FakeLlama(codes={0: -3})
-    result = make(fake).run([chunk(0, 0, 1), chunk(1, 0, 1, has_output=False)])
-    assert (result.tokens, result.n_steps, result.code) == ([[], []], 0, -3)
-    assert fake.fetched == []
-
-
-def test_interrupt_ends_the_run_in_flight_after_its_step(make: MakeStepper) -> None:
-    fake = FakeLlama()
-    stepper = make(fake)
-    fake.on_decode = lambda: stepper.interrupt() if len(fake.batches) == 2 else None
-    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 2
-    fake.on_decode = lambda: None
-    assert stepper.run([chunk(0, 2, 1)], n_steps=9).n_steps == 9
-
-
-def test_interrupt_without_a_run_ends_the_next_one_only(make: MakeStepper) -> None:
-    stepper = make(FakeLlama())
-    stepper.interrupt()
-    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
-    assert stepper.run([chunk(0, 1, 1)], n_steps=3).n_steps == 3
-
-
-def test_interrupt_comes_from_another_thread(make: MakeStepper) -> None:
+def test_interrupt_ends_the_run_in_flight_or_the_next_one_after_a_step(make: MakeStepper) -> None:
     fake = FakeLlama()
     stepper = make(fake)
 
     def interrupt_elsewhere() -> None:
-        thread = threading.Thread(target=stepper.interrupt)
-        thread.start()
-        thread.join()
+        if len(fake.batches) == 2:
+            thread = threading.Thread(target=stepper.interrupt)
+            thread.start()
+            thread.join()
 
     fake.on_decode = interrupt_elsewhere
+    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 2
+    assert stepper.run([chunk(0, 2, 1)], n_steps=9).n_steps == 9
+    stepper.interrupt()
     assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
+    assert stepper.run([chunk(0, 1, 1)], n_steps=3).n_steps == 3
 
 
 def test_run_beyond_its_slice_ends_after_the_step(make: MakeStepper) -> None:
@@ -287,67 +228,21 @@ def test_run_beyond_its_slice_ends_after_the_step(make: MakeStepper) -> None:
     assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=1e6).n_steps == 9
 
 
-def test_run_reports_where_its_time_went(make: MakeStepper) -> None:
-    result = make(FakeLlama()).run([chunk(0, 0, 1)], n_steps=3)
-    assert result.decode_s > 0
-    assert result.sample_s > 0
-
-
 def test_native_run_reports_the_time_of_its_first_step() -> None:
-    stepper = native_stepper(FakeLlama())
+    stepper = native_stepper(FakeLlama(codes={4: 2}))
     stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
     result = stepper.run([chunk(0, 0, 1)], n_steps=3)
+    assert min(result.decode_s, result.sample_s) > 0
     assert 0 < result.first_s < result.decode_s + result.sample_s
     alone = stepper.run([chunk(0, 3, 1)])
     assert alone.first_s == pytest.approx(alone.decode_s + alone.sample_s)
-
-
-def test_native_run_whose_first_decode_fails_reports_no_first_step() -> None:
-    stepper = native_stepper(FakeLlama(codes={0: 2}))
-    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
-    assert stepper.run([chunk(0, 0, 1)]).first_s == 0
+    assert stepper.run([chunk(0, 4, 1)]).first_s == 0
 
 
 # ---- history, masks, log-probabilities ----
 
 AGAIN = Sampling(temperature=0.0, repeat_penalty=100.0, repeat_last_n=3)
 """Greedy, but a token of the last three is as good as banned."""
-
-
-def test_history_at_bind_is_seen_from_the_first_output_on(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    stepper.bind(Binding(Slot(0), 4, AGAIN, (), (9, 1, 2, 3)))
-    stepper.bind(Binding(Slot(1), 4, AGAIN, (), (1, 9, 2, 3)))
-    result = stepper.run([chunk(0, 0, 9, 1, 2, 3), chunk(1, 0, 1, 9, 2, 3)])
-    assert result.tokens == [[9], [8]]
-    stepper.bind(Binding(Slot(1), 4, GREEDY, (), (9, 9, 9, 9)))
-    assert stepper.run([chunk(1, 4, 9)]).tokens == [[9]]
-
-
-@dataclass(eq=False, slots=True)
-class Countdown(FakeLlama):
-    """Token 9 is the likeliest, then 8, 7, … down to 0."""
-
-    def get_logits(self, ctx: int | None, i_token: int) -> int | None:
-        row = np.zeros(self.n_vocab, dtype=np.float32)
-        row[:10] = np.arange(1, 11)
-        self.rows.append(row)
-        return int(row.ctypes.data)
-
-
-def test_history_grows_by_each_sampled_token_within_a_run(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
-    assert stepper.run([chunk(0, 0, 5)], n_steps=6).tokens == [[9, 8, 7, 6, 9, 8]]
-    assert stepper.run([chunk(0, 6, 8)], n_steps=2).tokens == [[7, 6]]
-
-
-def test_history_takes_tokens_that_nobody_sampled(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
-    assert stepper.run([chunk(0, 0, 5)]).tokens == [[9]]
-    assert stepper.run([chunk(0, 1, 9, 8, has_output=False)]).tokens == [[]]
-    assert stepper.run([chunk(0, 3, 7)]).tokens == [[6]]
 
 
 def test_history_has_what_is_computed_again_once(make: MakeStepper) -> None:
@@ -365,24 +260,6 @@ def test_history_is_kept_however_long_it_becomes(make: MakeStepper) -> None:
     stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
     found = stepper.run([chunk(0, 0, 5)], n_steps=50).tokens[0]
     assert found == [9 - i % 4 for i in range(50)]
-
-
-def test_bind_in_the_middle_goes_on_as_if_it_had_not_been(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    stepper.bind(Binding(Slot(2), 1, AGAIN, (), (5, 9, 8)))
-    pending = chunk(2, 0, 5, 9, 8, has_output=True)
-    assert stepper.run([pending], n_steps=3).tokens == [[7, 6, 9]]
-
-
-def test_masks_belong_to_the_chunks_with_an_output(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    only_3, only_4 = (np.array([1 << i, 0], dtype=np.uint32) for i in (3, 4))
-    chunks = [chunk(0, 0, 1, 2), chunk(1, 0, 1, has_output=False), chunk(2, 0, 1), chunk(3, 0, 1)]
-    masks = [only_3, None, only_4]
-    assert stepper.run(chunks, masks=masks).tokens == [[3], [], [9], [4]]
-    both = np.stack([only_3, only_4])
-    assert stepper.run([chunk(0, 2, 1), chunk(3, 1, 1)], masks=both).tokens == [[3], [4]]
-    assert stepper.run([chunk(0, 3, 1)]).tokens == [[9]]
 
 
 def changes_of(chunks: list[Span], **own: Callable[[Any, Any], Any]) -> RowChanges:
@@ -426,23 +303,23 @@ def test_row_that_is_not_there_is_not_changed(make: MakeStepper) -> None:
     assert called == []
 
 
-def test_changes_with_several_steps_raise(make: MakeStepper) -> None:
-    chunks = [chunk(0, 0, 1)]
-    with pytest.raises(PlanError):
-        make(Countdown()).run(chunks, n_steps=2, changes=changes_of(chunks))
-
-
-@pytest.mark.parametrize("n_masks", [0, 2])
-def test_masks_of_another_number_raise(make: MakeStepper, n_masks: int) -> None:
+@pytest.mark.parametrize(
+    ("n_steps", "given"),
+    [
+        (1, {"masks": []}),
+        (1, {"masks": [None] * 2}),
+        (2, {"masks": [None]}),
+        (2, {"changes": changes_of([chunk(0, 0, 1)])}),
+    ],
+    ids=["none", "two", "several steps", "changes in several steps"],
+)
+def test_masks_and_changes_that_do_not_fit_the_run_raise(
+    make: MakeStepper, n_steps: int, given: dict[str, Any]
+) -> None:
     fake = Countdown()
     with pytest.raises(PlanError):
-        make(fake).run([chunk(0, 0, 1)], masks=[None] * n_masks)
+        make(fake).run([chunk(0, 0, 1)], n_steps=n_steps, **given)
     assert fake.batches == []
-
-
-def test_masks_with_several_steps_raise(make: MakeStepper) -> None:
-    with pytest.raises(PlanError):
-        make(Countdown()).run([chunk(0, 0, 1)], n_steps=2, masks=[None])
 
 
 @pytest.mark.parametrize(
@@ -462,22 +339,6 @@ def test_native_mask_of_another_shape_raises(mask: Any) -> None:
         stepper.run([chunk(0, 0, 1)], masks=[mask])
 
 
-def test_logprobs_come_with_each_token_of_the_slots_that_want_them(make: MakeStepper) -> None:
-    stepper = make(Countdown())
-    stepper.bind(Binding(Slot(0), 0, AGAIN, (), (), 2))
-    result = stepper.run([chunk(0, 0, 1), chunk(1, 0, 1)], n_steps=3)
-    assert result.tokens == [[9, 8, 7], [9, 9, 9]]
-    row = np.zeros(N_VOCAB)
-    row[:10] = np.arange(1, 11)
-    p = row - np.log(np.exp(row).sum())
-    wanted, none = result.logprobs
-    assert list(none) == []
-    assert [found.logprob for found in wanted] == pytest.approx([p[9], p[8], p[7]], abs=1e-5)
-    for found in wanted:
-        assert [token for token, _ in found.top] == [9, 8]
-        assert [q for _, q in found.top] == pytest.approx([p[9], p[8]], abs=1e-5)
-
-
 def test_logprobs_are_empty_where_nobody_wants_them(make: MakeStepper) -> None:
     stepper = make(Countdown())
     stepper.bind(Binding(Slot(0), 0, GREEDY, (), (), 0))
@@ -491,53 +352,33 @@ def test_logprobs_are_empty_where_nobody_wants_them(make: MakeStepper) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "n_steps"),
+    ("chunks", "n_steps", "code"),
     [
-        pytest.param([], 1, id="no chunk"),
-        pytest.param([chunk(1, 0, 1), chunk(0, 0, 1)], 1, id="descending slots"),
-        pytest.param([chunk(1, 0, 1), chunk(1, 1, 1)], 1, id="one slot twice"),
-        pytest.param([chunk(-1, 0, 1)], 1, id="slot below 0"),
-        pytest.param([chunk(N_SLOTS, 0, 1)], 1, id="slot too high"),
-        pytest.param([chunk(0, 0)], 1, id="no token"),
-        pytest.param([chunk(0, -1, 1)], 1, id="start below 0"),
-        pytest.param([chunk(0, 0, N_VOCAB)], 1, id="token too high"),
-        pytest.param([chunk(0, 0, -1)], 1, id="token below 0"),
-        pytest.param([chunk(0, 0, 1), chunk(1, 0, *[1] * N_BATCH)], 1, id="batch too full"),
-        pytest.param([chunk(0, 0, 1)], 0, id="no step"),
-        pytest.param([chunk(0, 0, 1, has_output=False)], 2, id="steps without output"),
+        pytest.param([], 1, 6, id="no chunk"),
+        pytest.param([chunk(1, 0, 1), chunk(0, 0, 1)], 1, 4, id="descending slots"),
+        pytest.param([chunk(1, 0, 1), chunk(1, 1, 1)], 1, 4, id="one slot twice"),
+        pytest.param([chunk(-1, 0, 1)], 1, None, id="slot below 0"),
+        pytest.param([chunk(N_SLOTS, 0, 1)], 1, None, id="slot too high"),
+        pytest.param([chunk(0, 0)], 1, 6, id="no token"),
+        pytest.param([chunk(0, -1, 1)], 1, 6, id="start below 0"),
+        pytest.param([chunk(0, 0, N_VOCAB)], 1, 7, id="token too high"),
+        pytest.param([chunk(0, 0, -1)], 1, 7, id="token below 0"),
+        pytest.param([chunk(0, 0, 1), chunk(1, 0, *[1] * N_BATCH)], 1, 8, id="batch too full"),
+        pytest.param([chunk(0, 0, 1)], 0, 9, id="no step"),
+        pytest.param([chunk(0, 0, 1, has_output=False)], 2, 9, id="steps without output"),
     ],
 )
-def test_run_that_breaks_a_rule_raises_and_does_nothing(
-    make: MakeStepper, chunks: list[Span], n_steps: int
+def test_run_that_breaks_a_rule_names_it_and_does_nothing(
+    make: MakeStepper, chunks: list[Span], n_steps: int, code: int | None
 ) -> None:
     fake = FakeLlama()
     stepper = make(fake)
-    with pytest.raises(PlanError, match="StepPlan"):
+    with pytest.raises(PlanError, match="StepPlan") as caught:
         stepper.run(chunks, n_steps)
+    if isinstance(stepper, NativeStepper) and code is not None:
+        assert native._MEANINGS[code] in str(caught.value)
     assert fake.batches == []
     assert stepper.run([chunk(0, 0, 1)]).tokens == [[0]]
-
-
-@pytest.mark.parametrize(
-    ("chunks", "n_steps", "code"),
-    [
-        ([], 1, 6),
-        ([chunk(1, 0, 1), chunk(0, 0, 1)], 1, 4),
-        ([chunk(0, 0)], 1, 6),
-        ([chunk(0, 2**31 - 1, 1)], 1, 6),
-        ([chunk(0, 0, N_VOCAB)], 1, 7),
-        ([chunk(0, 0, *[1] * N_BATCH), chunk(1, 0, 1)], 1, 8),
-        ([chunk(0, 0, 1)], 0, 9),
-        ([chunk(0, 0, 1, has_output=False)], 2, 9),
-        ([chunk(3, 0, 1)], 1, 10),
-    ],
-)
-def test_native_codes_name_the_rule(chunks: list[Span], n_steps: int, code: int) -> None:
-    stepper = native_stepper(FakeLlama())
-    for slot in range(3):
-        stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
-    with pytest.raises(PlanError, match=native._MEANINGS[code]):
-        stepper.run(chunks, n_steps)
 
 
 @pytest.mark.parametrize("chunks", [[chunk(0, 2**40, 1)], [chunk(0, 0, 2**40)]])
@@ -556,9 +397,6 @@ def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Span]) -> No
         Binding(Slot(0), 0, GREEDY, (), (), 21),
         Binding(Slot(0), 0, GREEDY, (), (), -1),
         Binding(Slot(0), 0, Sampling(logit_bias=((N_VOCAB, 1.0),)), ()),
-        Binding(Slot(0), 0, Sampling(repeat_penalty=0.0), ()),
-        Binding(Slot(0), 0, Sampling(temperature=-1.0), ()),
-        Binding(Slot(0), 0, Sampling(top_p=2.0), ()),
         Binding(Slot(0), 0, Sampling(top_k=-5), ()),
     ],
     ids=repr,
@@ -573,15 +411,13 @@ def native_stepper(fake: FakeLlama, **given: Any) -> NativeStepper:
     return NativeStepper(None, **{**sizes, "api": fake.api(), **given})
 
 
-@pytest.mark.parametrize("name", ["n_slots", "n_batch", "n_vocab", "n_threads"])
-def test_native_stepper_with_a_size_of_zero_raises(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n_slots", 0), ("n_batch", 0), ("n_vocab", 0), ("n_threads", 0), ("isa", 77)],
+)
+def test_native_stepper_of_a_wrong_size_raises(name: str, value: int) -> None:
     with pytest.raises(PlanError, match=name):
-        native_stepper(FakeLlama(), **{name: 0})
-
-
-def test_native_stepper_with_an_unknown_instruction_set_raises() -> None:
-    with pytest.raises(PlanError, match="isa"):
-        native_stepper(FakeLlama(), isa=77)
+        native_stepper(FakeLlama(), **{name: value})
 
 
 def test_native_stepper_that_is_closed_raises() -> None:
@@ -596,22 +432,35 @@ def test_native_stepper_that_is_closed_raises() -> None:
 # ---- random workloads ----
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A run: chunks, of which some are pad rows, its steps, and a mask for each output."""
+
+    chunks: list[Span]
+    pads: list[Span]
+    n_steps: int
+    masks: list[Any] | None
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[Span], int]:
-    slots = sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1)))
-    tokens = st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=4)
-    all_have_output = draw(st.booleans())
-    chunks = [
-        Span(
-            Slot(slot),
-            draw(st.integers(0, 99)),
-            draw(tokens),
-            all_have_output or draw(st.booleans()),
-        )
-        for slot in slots
-    ]
-    n_steps = draw(st.integers(1, 6)) if all(c.has_output for c in chunks) else 1
-    return chunks, n_steps
+def runs(draw: st.DrawFn) -> Asked:
+    token, word = st.integers(0, N_VOCAB - 1), st.integers(0, 2**32 - 1)
+    chunks, pads = list[Span](), list[Span]()
+    for slot in sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1))):
+        kind = draw(st.sampled_from(["row", "row", "prompt", "scored", "pad"]))
+        n_most = 1 if kind in ("row", "pad") else 4
+        tokens = draw(st.lists(token, min_size=1, max_size=n_most))
+        has_output = kind == "row" or (kind != "pad" and draw(st.booleans()))
+        n_targets = min(2, len(tokens) - has_output) if kind == "scored" else 0
+        targets = draw(st.lists(token, max_size=n_targets))
+        chunks.append(Span(Slot(slot), draw(st.integers(0, 30)), tokens, has_output, targets))
+        pads += chunks[-1:] * (kind == "pad")
+    n_outputs = sum(c.has_output for c in chunks)
+    is_open = n_outputs + len(pads) == len(chunks) and not any(c.targets for c in chunks)
+    n_steps = draw(st.integers(1, 6)) if is_open else 1
+    mask = st.none() | st.tuples(word, word).map(lambda words: np.array(words, np.uint32))
+    masks = draw(st.none() | st.lists(mask, min_size=n_outputs, max_size=n_outputs))
+    return Asked(chunks, pads, n_steps, masks if n_steps == 1 and n_outputs else None)
 
 
 HOW = [
@@ -624,28 +473,120 @@ HOW = [
 ]
 
 
-def outcome(stepper: Stepper, workload: list[tuple[list[Span], int]]) -> list[StepResult]:
-    for slot in range(N_SLOTS):
-        stepper.bind(Binding(Slot(slot), 3, HOW[slot], (slot, 17), (4, slot, 4)))
-    results = [stepper.run(chunks, n_steps) for chunks, n_steps in workload]
-    return [StepResult(r.tokens, r.n_steps, r.code) for r in results]
+def reports_of(result: StepResult) -> tuple[list[Any], list[float]]:
+    """What is told of sampled tokens and of targets: which there are, and their numbers."""
+    found = [*result.logprobs, *(result.scores[slot] for slot in sorted(result.scores))]
+    tokens = [[[token for token, _ in told.top] for told in of_one] for of_one in found]
+    numbers = [n for each in found for t in each for n in (t.logprob, *(p for _, p in t.top))]
+    return [sorted(result.scores), tokens], numbers
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(runs(), min_size=1, max_size=4), st.sets(st.integers(0, 12), max_size=2))
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    workload=st.lists(runs(), min_size=1, max_size=4),
+    failing=st.sets(st.integers(0, 12), max_size=2),
+    n_tops=st.lists(st.none() | st.integers(0, 20), min_size=N_SLOTS, max_size=N_SLOTS),
+    is_silent=st.booleans(),
+)
 def test_native_and_python_steppers_do_the_same(
-    workload: list[tuple[list[Span], int]], failing: set[int]
+    workload: list[Asked], failing: set[int], n_tops: list[int | None], is_silent: bool
 ) -> None:
-    codes = dict.fromkeys(failing, 1)
-    ours, theirs = FakeLlama(codes=codes), FakeLlama(codes=codes)
-    is_silent = bool(failing)
+    """With stop tokens, histories, masks, pad rows, targets and reports, on rows of which some are broken."""
+    fakes = [Noise(codes=dict.fromkeys(failing, 1)) for _ in range(2)]
     sizes: dict[str, Any] = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": N_VOCAB}
     sizes |= {"n_threads": 1, "has_silent_rows": is_silent}
-    found = outcome(NativeStepper(None, **sizes, api=ours.api()), workload)
-    wanted = outcome(PythonStepper(None, **sizes, api=theirs.api()), workload)
-    assert found == wanted
-    assert ours.batches == theirs.batches
-    assert ours.fetched == theirs.fetched
+    found: list[list[StepResult]] = []
+    for kind, fake in zip((NativeStepper, PythonStepper), fakes, strict=True):
+        stepper: Stepper = kind(None, **sizes, api=fake.api())
+        for slot, n_top in enumerate(n_tops):
+            stepper.bind(
+                Binding(
+                    Slot(slot),
+                    3,
+                    HOW[slot],
+                    (slot, 17),
+                    (4, slot, 4),
+                    n_logprobs=n_top,
+                    n_target_top=n_top or 0,
+                )
+            )
+        found.append(
+            [
+                stepper.run(asked.chunks, asked.n_steps, masks=asked.masks, pads=asked.pads)
+                for asked in workload
+            ]
+        )
+        stepper.close()
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.tokens, ours.n_steps, ours.code) == (
+            theirs.tokens,
+            theirs.n_steps,
+            theirs.code,
+        )
+        (found_tokens, numbers), (tokens, expected) = reports_of(ours), reports_of(theirs)
+        assert found_tokens == tokens
+        assert numbers == pytest.approx(expected, abs=1e-5, rel=1e-6, nan_ok=True)
+    assert fakes[0].batches == fakes[1].batches
+    assert set(fakes[0].fetched) == set(fakes[1].fetched)
+    assert fakes[0].n_waits == fakes[1].n_waits
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([Span(Slot(0), 0, (1,), False, (2, 3))], "more"),
+        ([Span(Slot(0), 0, (1, 2), True, (2, 3))], "output"),
+        ([Span(Slot(0), 0, (1, 2), False, (N_VOCAB,))], "high"),
+        ([Span(Slot(0), 0, (1, 2), False, (-1,))], "low"),
+        ([scored(0, 0, *range(40)), scored(1, 0, *range(27))], "many"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(
+    make: MakeStepper, chunks: list[Span], words: str
+) -> None:
+    fake = Noise()
+    stepper = make(fake, n_batch=99)
+    with pytest.raises(PlanError):
+        stepper.run(chunks)
+    assert fake.batches == [], words
+    stepper.bind(Binding(Slot(0), 0, GREEDY, (), n_target_top=21))
+    with pytest.raises(PlanError):
+        stepper.run([scored(0, 0, 1, 2)])
+
+
+def test_as_many_targets_as_there_is_room_for_are_scored(make: MakeStepper) -> None:
+    result = make(Noise(), n_batch=99).run([scored(0, 20, *range(40)), scored(1, 20, *range(26))])
+    assert {slot: len(scores) for slot, scores in result.scores.items()} == {0: 39, 1: 25}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "i_pads", "n_steps", "words"),
+    [
+        pytest.param([chunk(0, 0, 1), pad(1, 0, 1, 2)], [1], 1, "a pad row of several", id="two"),
+        pytest.param(
+            [chunk(0, 0, 1), pad(1, 0), pad(3, 0)], [1], 2, "without output", id="steps, no output"
+        ),
+        pytest.param([chunk(0, 0, 1), pad(N_SLOTS, 0)], [1], 1, "out of range", id="slot"),
+        pytest.param([pad(0, -1)], [0], 1, "start out of range", id="start"),
+        pytest.param([pad(0, 2**31 - 2)], [0], 2, "start out of range", id="end"),
+        pytest.param([pad(0, 0, -1)], [0], 1, "outside the vocabulary", id="token"),
+        pytest.param(
+            [chunk(0, 0, *[1] * N_BATCH), pad(1, 0)], [1], 1, "more tokens than n_batch", id="full"
+        ),
+        pytest.param([pad(1, 0), chunk(3, 0, 1)], [0], 1, "never bound", id="output not bound"),
+    ],
+)
+def test_wrong_native_run_with_pad_rows_is_refused_and_does_nothing(
+    chunks: list[Span], i_pads: list[int], n_steps: int, words: str
+) -> None:
+    fake = FakeLlama()
+    stepper = native_stepper(fake)
+    for slot in (0, 2):
+        stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
+    with pytest.raises(PlanError, match=words):
+        stepper.run(chunks, n_steps, pads=[chunks[i] for i in i_pads])
+    assert fake.batches == []
+    assert stepper.run([chunk(0, 0, 1)]).tokens == [[0]]
 
 
 # ---- threads ----
@@ -669,6 +610,17 @@ def test_team_of_ggmls_openmp_samples_the_same_tokens() -> None:
     if gomp is None:
         pytest.skip("this llama-cpp-python computes without OpenMP")
     assert sampled_with(n_threads=2, gomp=gomp).tokens == sampled_with(n_threads=1).tokens
+
+    def scores(gomp_parallel: int | None, n_threads: int) -> Any:
+        fake = Noise(n_vocab=N_BIG)  # some rows of it are work for a team
+        api = fake.api(gomp_parallel)
+        stepper = native_stepper(fake, api=api, n_threads=n_threads, n_batch=99)
+        stepper.bind(Binding(Slot(0), 0, GREEDY, (), n_target_top=3))
+        tokens = range(N_TARGETS_MAX + 1)
+        return stepper.run([scored(0, 20, *tokens, has_output=True)]).scores
+
+    assert len(scores(gomp, 2)[Slot(0)]) == N_TARGETS_MAX
+    assert scores(gomp, 2) == scores(None, 1)
 
 
 def test_team_has_the_size_of_the_stepper_and_samples_each_row_once() -> None:

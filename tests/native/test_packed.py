@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
+from itertools import product as product_of
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,28 +112,16 @@ def drawn(*shape: int) -> Floats:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_product_is_that_of_the_values(name: str) -> None:
-    type = TYPES[name]
-    data = quantised(drawn(N_OUT, N_IN), type)
-    values = values_of(data, type)
-    for n_rows in ROWS:
-        inputs = drawn(n_rows, N_IN)
-        right = inputs.astype(np.float64) @ values.T
-        found = product(data, type, inputs, N_IN, N_OUT)
-        # inputs of quantised weights have 8 bits
-        limit = 1e-6 if type < 2 else 0.01
-        assert np.linalg.norm(found - right) <= limit * np.linalg.norm(right), n_rows
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_row_has_the_same_bits_in_any_company(name: str) -> None:
+def test_product_is_that_of_the_values_with_the_same_bits_in_any_company(name: str) -> None:
     type = TYPES[name]
     data, inputs = quantised(drawn(N_OUT, N_IN), type), drawn(max(ROWS), N_IN)
+    right = inputs.astype(np.float64) @ values_of(data, type).T
     whole = product(data, type, inputs, N_IN, N_OUT)
-    for n_rows in ROWS:
-        assert np.array_equal(product(data, type, inputs[:n_rows], N_IN, N_OUT), whole[:n_rows])
-    alone = [product(data, type, inputs[i : i + 1], N_IN, N_OUT)[0] for i in (5, 17, 39)]
-    assert np.array_equal(alone, whole[[5, 17, 39]])
+    # inputs of quantised weights have 8 bits
+    limit = 1e-6 if type < 2 else 0.01
+    assert np.linalg.norm(whole - right) <= limit * np.linalg.norm(right)
+    for rows in (*(slice(n) for n in ROWS), *(slice(i, i + 1) for i in (5, 17, 39))):
+        assert np.array_equal(product(data, type, inputs[rows], N_IN, N_OUT), whole[rows])
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -238,8 +227,8 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("n_streams", "n_tokens"), [(1, 1), (5, 1), (1, 16), (2, 3)])
-def test_attention_is_softmax_of_the_scores(
+@pytest.mark.parametrize(("n_streams", "n_tokens"), [(5, 1), (1, 16), (2, 3)])
+def test_attention_is_softmax_of_the_scores_whoever_is_beside_a_row(
     sizes: tuple[int, ...], n_streams: int, n_tokens: int
 ) -> None:
     n_heads, n_kv, n_key, n_value = sizes
@@ -254,9 +243,13 @@ def test_attention_is_softmax_of_the_scores(
     for n_threads in (1, 2):
         found = attended(queries, keys, values, mask, n_threads=n_threads)
         assert np.abs(found - right).max() < 1e-5
+    for s, t in product_of(range(n_streams), range(n_tokens)):
+        one = queries[s : s + 1, t : t + 1], keys[s : s + 1], values[s : s + 1]
+        alone = attended(*one, mask[s : s + 1, t : t + 1])
+        assert np.array_equal(alone[0, 0], found[s, t])
 
 
-@pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (4, 1), (4, 2), (7, 1), (12, 12)])
+@pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (4, 2), (7, 1)])
 @pytest.mark.parametrize(
     "sees",
     [
@@ -308,8 +301,9 @@ def test_attention_of_a_prompt_does_not_depend_on_its_cuts(n_threads: int) -> No
         assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (8, 1), (6, 2), (14, 2)])
-@pytest.mark.parametrize("n_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("n_heads", "n_kv", "n_rows"), [(1, 1, 1), (8, 1, 2), (6, 2, 3), (14, 2, 1), (14, 2, 3)]
+)
 def test_attention_of_few_rows_does_not_depend_on_threads(
     n_heads: int, n_kv: int, n_rows: int
 ) -> None:
@@ -328,17 +322,6 @@ def test_attention_of_few_rows_does_not_depend_on_threads(
         for n_threads in (2, 3, 5, 8):
             found = attended(queries, keys, values, mask, n_threads=n_threads)
             assert np.array_equal(found, alone)
-
-
-def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:
-    queries, mask = drawn(3, 5, 6, 64), masked(3, 5)
-    keys, values = drawn(3, 2, N_CELLS, 64), drawn(3, 2, N_CELLS, 64)
-    whole = attended(queries, keys, values, mask)
-    for s in range(3):
-        for t in range(5):
-            one = queries[s : s + 1, t : t + 1], keys[s : s + 1], values[s : s + 1]
-            alone = attended(*one, mask[s : s + 1, t : t + 1])
-            assert np.array_equal(alone[0, 0], whole[s, t])
 
 
 def test_attention_does_not_depend_on_where_cells_lie() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -251,13 +251,6 @@ def test_row_of_minus_infinities_is_empty(n_vocab: int) -> None:
     assert native_tokens(logits, Sampling()) == {EMPTY_ROW}
 
 
-def test_greedy_row_with_equal_maxima_gives_the_lowest_id() -> None:
-    logits = np.zeros(1000, dtype=np.float32)
-    logits[[300, 301, 999]] = 5.0
-    assert sampling.sample_row(logits, GREEDY, 0) == 300
-    assert native_tokens(logits, GREEDY) == {300}
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -305,57 +298,39 @@ def test_history_with_a_token_that_is_not_there_is_refused() -> None:
             sample(row(1.0, 2.0), Sampling(), history=history)
 
 
-def test_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(PlanError):
-        sample(row(1.0), GREEDY, isa=99)
-
-
 # ---- filters by hand ----
 
 HALVES = np.log(np.array([4, 8, 2, 1, 1], dtype=np.float32))  # shares 1/4, 1/2, 1/8, 1/16, 1/16
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("given", "expected"),
     [
-        (Sampling(top_k=2, top_p=1.0, min_p=0.0), [1, 0]),
-        (Sampling(top_k=4, top_p=1.0, min_p=0.0), [1, 0, 2, 3]),
-        (Sampling(top_k=0, top_p=0.7, min_p=0.0), [1, 0]),
-        (Sampling(top_k=0, top_p=0.8, min_p=0.0), [1, 0, 2]),
-        (Sampling(top_k=2, top_p=0.6, min_p=0.0), [1]),
-        (Sampling(top_k=0, top_p=0.0, min_p=0.0), [1]),
-        (Sampling(top_k=0, top_p=1.0, min_p=0.2), [1, 0, 2]),
-        (Sampling(top_k=0, top_p=1.0, min_p=1.0), [1]),
-        (Sampling(top_k=0, top_p=1.0, min_p=0.0), [1, 0, 2, 3, 4]),
+        ({"top_k": 2}, [1, 0]),
+        ({"top_k": 4}, [1, 0, 2, 3]),
+        ({"top_p": 0.7}, [1, 0]),
+        ({"top_p": 0.8}, [1, 0, 2]),
+        ({"top_k": 2, "top_p": 0.6}, [1]),
+        ({"top_p": 0.0}, [1]),
+        ({"min_p": 0.2}, [1, 0, 2]),
+        ({"min_p": 1.0}, [1]),
+        ({}, [1, 0, 2, 3, 4]),
+        # −log p is 1.39; the entropy is 1.30, that of the first 0.69
+        ({"typical_p": 0.2}, [0]),
+        ({"typical_p": 0.5}, [1, 0]),
+        ({"top_n_sigma": 1.0}, [1, 0]),  # the deviation is 0.80, the distances 0.69 and 1.39
+        ({"top_n_sigma": 2.0}, [1, 0, 2]),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.1}, [2, 3, 4]),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.2}, [0, 2, 3, 4]),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.5}, [1, 0, 2, 3, 4]),
+        ({"logit_bias": ((1, -math.inf), (4, 1.0))}, [0, 4, 2, 3]),
     ],
+    ids=str,
 )
-def test_filters_keep_what_their_names_say(how: Sampling, expected: list[int]) -> None:
-    assert list(sampling.kept_ids(HALVES, how)) == expected
-    assert kept_by_definition(HALVES, how) == expected
-    drawn = {t for i in range(400) for t in native_tokens(HALVES, how, i)}
-    assert drawn == set(expected)
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        (
-            Sampling(typical_p=0.2),
-            [0],
-        ),  # −log p is 1.39; the entropy is 1.30, that of the first 0.69
-        (Sampling(typical_p=0.5), [1, 0]),
-        (Sampling(top_n_sigma=1.0), [1, 0]),  # the deviation is 0.80, the distances 0.69 and 1.39
-        (Sampling(top_n_sigma=2.0), [1, 0, 2]),
-        (Sampling(xtc_probability=1.0, xtc_threshold=0.1), [2, 3, 4]),
-        (Sampling(xtc_probability=1.0, xtc_threshold=0.2), [0, 2, 3, 4]),
-        (Sampling(xtc_probability=1.0, xtc_threshold=0.5), [1, 0, 2, 3, 4]),
-        (Sampling(logit_bias=((1, -math.inf), (4, 1.0))), [0, 4, 2, 3]),
-    ],
-)
-def test_further_filters_keep_what_their_names_say(how: Sampling, expected: list[int]) -> None:
-    how = replace(how, top_k=0, top_p=1.0, min_p=0.0)
+def test_filters_keep_what_their_names_say(given: dict[str, Any], expected: list[int]) -> None:
+    how = replace(Sampling(top_k=0, top_p=1.0, min_p=0.0), **given)
     assert list(sampling.kept_ids(sampling.edited(HALVES, how, ()), how)) == expected
-    assert {t for i in range(400) for t in native_tokens(HALVES, how, i)} == set(expected)
+    assert {t for i in range(200) for t in native_tokens(HALVES, how, i)} == set(expected)
 
 
 def test_greedy_is_the_likeliest_whatever_the_filters_say() -> None:
@@ -535,34 +510,3 @@ def test_draws_depend_on_seed_output_and_choice() -> None:
     ]
     assert len(set(draws)) == 4
     assert sample(logits, base, 0) == draws[0]
-
-
-@pytest.mark.slow
-def test_many_tokens_of_tiny_weight_are_drawn_in_proportion() -> None:
-    logits = np.full(150_000, -17.0, dtype=np.float32)  # e⁻¹⁷ each, 0.6 % together
-    logits[-1] = 0.0
-    how = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    n_tiny = sum(sample(logits, how, i) < 149_999 for i in range(2000))
-    assert 3 < n_tiny < 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1),
-        Sampling(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, seed=2),
-        Sampling(temperature=2.0, top_k=4, top_p=1.0, min_p=0.0, seed=3),
-    ],
-    ids=repr,
-)
-def test_draws_follow_the_softmax(how: Sampling) -> None:
-    logits = row(2.0, 1.0, 0.5, 0.0, -1.0, 1.5)
-    ids = kept_by_definition(logits, how)
-    p = np.exp(logits[ids].astype(np.float64) / how.temperature)
-    n_draws = 20_000
-    drawn = np.bincount([sample(logits, how, i) for i in range(n_draws)], minlength=6)
-    expected = n_draws * p / p.sum()
-    chi_square = float(np.sum((drawn[ids] - expected) ** 2 / expected))
-    assert chi_square < 21  # five degrees of freedom: chance 0.001, but the seeds are fixed
-    assert drawn.sum() == drawn[ids].sum()

@@ -109,8 +109,7 @@ def adapters(
 # --- what they do ---
 
 
-@pytest.mark.parametrize("flash_attn", [0, 1])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("flash_attn", "exact"), [(0, True), (1, False)])
 def test_adapter_changes_the_logits_and_without_it_they_are_the_models(
     test_model: Path, files: dict[str, Path], flash_attn: int, exact: bool
 ) -> None:
@@ -158,27 +157,21 @@ def _merge(model: Path, lora: Path, scale: float) -> None:
             tensor.data.flush()
 
 
-def test_scale_of_zero_changes_nothing(adapters: Adapters, ctx: Context) -> None:
-    base = ctx.logits(PROMPT)
-    adapters.use(ctx.pointer, (("one", 0.0),))
-    assert np.array_equal(ctx.logits(PROMPT), base)
-
-
 def test_scale_turns_the_change_round_with_its_sign(
     model: LlamaModel, ctx: Context, test_model: Path, tmp_path: Path
 ) -> None:
     def negated(name: str, array: Logits) -> Logits:
         return -array if name.endswith("_b") else array
 
+    base = ctx.logits(PROMPT)
     plus = write_lora(tmp_path / "plus.gguf", test_model)
     minus = write_lora(tmp_path / "minus.gguf", test_model, change=negated)
-    adapters = Adapters(model, {"plus": plus, "minus": minus})
-    adapters.use(ctx.pointer, (("plus", -0.5),))
-    found = ctx.logits(PROMPT)
-    adapters.use(ctx.pointer, (("minus", 0.5),))
-    assert np.array_equal(ctx.logits(PROMPT), found)
-    adapters.use(ctx.pointer, (("plus", 0.5),))
-    assert not np.array_equal(ctx.logits(PROMPT), found)
+    adapters, found = Adapters(model, {"plus": plus, "minus": minus}), []
+    for name, scale in (("plus", -0.5), ("minus", 0.5), ("plus", 0.5), ("plus", 0.0)):
+        adapters.use(ctx.pointer, ((name, scale),))
+        found.append(ctx.logits(PROMPT).tobytes())
+    assert found[0] == found[1] != found[2]
+    assert found[3] == base.tobytes()
     adapters.use(ctx.pointer, ())
     adapters.close()
 
@@ -192,17 +185,6 @@ def test_two_adapters_are_both_computed(adapters: Adapters, ctx: Context) -> Non
     assert np.array_equal(ctx.logits(PROMPT), found[2])
     assert np.abs(found[2] - found[0]).max() > 0.1
     assert np.abs(found[2] - found[1]).max() > 0.1
-
-
-def test_adapter_of_the_embedding_is_computed(random_model: Path, tmp_path: Path) -> None:
-    lora = write_lora(tmp_path / "a.gguf", random_model, targets=["token_embd.weight"])
-    model = open_model(random_model)
-    ctx, adapters = Context(model), Adapters(model, {"a": lora})
-    base = ctx.logits(PROMPT)
-    adapters.use(ctx.pointer, (("a", 1.0),))
-    assert np.abs(ctx.logits(PROMPT) - base).max() > 0.1
-    for thing in (ctx, adapters, model):
-        thing.close()
 
 
 def test_new_context_begins_without_adapters(
@@ -257,14 +239,6 @@ def test_unknown_name_is_refused_and_changes_nothing(adapters: Adapters, ctx: Co
     with pytest.raises(ConfigError, match="'three'; loaded: one, two"):
         adapters.use(ctx.pointer, (("one", 2.0), ("three", 1.0)))
     assert np.array_equal(ctx.logits(PROMPT), before)
-
-
-def test_no_adapters_are_harmless(model: LlamaModel, ctx: Context) -> None:
-    adapters = Adapters(model, {})
-    adapters.use(ctx.pointer, ())
-    with pytest.raises(ConfigError, match="loaded: none"):
-        adapters.use(ctx.pointer, (("one", 1.0),))
-    adapters.close()
 
 
 def test_digest_is_of_the_file_and_read_once(
@@ -340,11 +314,8 @@ def _refusal(model: LlamaModel, path: Path) -> str:
     return words.removeprefix(f"adapter 'mine': {path}: ")
 
 
-def test_model_is_refused(model: LlamaModel, test_model: Path) -> None:
+def test_what_is_no_adapter_is_refused(model: LlamaModel, test_model: Path, tmp_path: Path) -> None:
     assert "of type 'model', not an adapter" in _refusal(model, test_model)
-
-
-def test_what_is_no_file_is_refused(model: LlamaModel, tmp_path: Path) -> None:
     assert "folder" in _refusal(model, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "regular file" in _refusal(model, tmp_path / "pipe")
@@ -379,88 +350,86 @@ def test_file_that_is_cut_off_is_refused(
     assert "cut off" in words or "incomplete" in words
 
 
-@pytest.mark.parametrize(
-    ("metadata", "reason"),
-    [
-        ({"general.type": None}, "of type 'model'"),
-        ({"general.type": 8}, "general.type is of another type"),
-        ({"general.type\0": 8, "general.type": "adapter"}, "occurs twice"),
-        ({"general.architecture": "qwen2"}, "architecture 'qwen2'"),
-        ({"general.architecture": 8}, "general.architecture is of another type"),
-        ({"adapter.type": None}, "of type None"),
-        ({"adapter.type": "control_vector"}, "'control_vector'"),
-        ({"adapter.type": 8}, "adapter.type is of another type"),
-        ({ALPHA: 8}, "lora.alpha is of another type"),
-        ({ALPHA: float("nan")}, "lora.alpha is nan"),
-        ({ALPHA: float("inf")}, "lora.alpha is inf"),
-        ({"adapter.alora.invocation_tokens": [1, 2]}, "activated LoRA"),
-    ],
-)
-def test_metadata_of_another_kind_is_refused(
-    model: LlamaModel,
-    test_model: Path,
-    tmp_path: Path,
-    metadata: dict[str, object],
-    reason: str,
-) -> None:
-    path = write_lora(tmp_path / "a.gguf", test_model, metadata=metadata)
-    assert reason in _refusal(model, path)
-
-
 def _only(half: str) -> Callable[[str, Logits], Logits | None]:
     return lambda name, array: array if name.endswith(half) else None
 
 
+NO_FIT: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"change": change, "rank": 33, "type": "f32"}, reason)
+        for change, reason in (
+            (lambda name, array: None, "holds no LoRA weights"),
+            (_only("lora_a"), "holds no LoRA weights"),
+            (
+                lambda name, array: None if name == "blk.1.attn_q.weight.lora_b" else array,
+                "missing one",
+            ),
+            (lambda name, array: array[:, :-32].copy(), "does not fit"),
+            (lambda name, array: array[:3].copy() if name.endswith("a") else array, "does not fit"),
+            (
+                lambda name, array: array[:, :-32] if name.endswith("a") else array,
+                "incorrect shape",
+            ),
+            (lambda name, array: array[:-32] if name.endswith("b") else array, "incorrect shape"),
+            (lambda name, array: np.stack([array, array]), "does not fit"),
+            (lambda name, array: array[None, None].repeat(2, 0), "does not fit"),
+            (lambda name, array: array[:0] if name.endswith("a") else array[:, :0], "does not fit"),
+        )
+    ),
+    *(
+        ({"metadata": metadata}, reason)
+        for metadata, reason in (
+            ({"general.type": None}, "of type 'model'"),
+            ({"general.type": 8}, "general.type is of another type"),
+            ({"general.type\0": 8, "general.type": "adapter"}, "occurs twice"),
+            ({"general.architecture": "qwen2"}, "architecture 'qwen2'"),
+            ({"general.architecture": 8}, "general.architecture is of another type"),
+            ({"adapter.type": None}, "of type None"),
+            ({"adapter.type": "control_vector"}, "'control_vector'"),
+            ({"adapter.type": 8}, "adapter.type is of another type"),
+            ({ALPHA: 8}, "lora.alpha is of another type"),
+            ({ALPHA: float("nan")}, "lora.alpha is nan"),
+            ({ALPHA: float("inf")}, "lora.alpha is inf"),
+            ({"adapter.alora.invocation_tokens": [1, 2]}, "activated LoRA"),
+        )
+    ),
+    ({"targets": ["token_embd.weight"]}, "also the output"),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), NO_FIT)
+def test_adapter_that_does_not_fit_is_refused(
+    model: LlamaModel, test_model: Path, tmp_path: Path, given: dict[str, Any], reason: str
+) -> None:
+    assert reason in _refusal(model, write_lora(tmp_path / "a.gguf", test_model, **given))
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("given", "reason"),
     [
-        (lambda name, array: None, "holds no LoRA weights"),
-        (_only("lora_a"), "holds no LoRA weights"),
-        (
-            lambda name, array: None if name == "blk.1.attn_q.weight.lora_b" else array,
-            "missing one",
-        ),
-        (lambda name, array: array[:, :-32].copy(), "does not fit"),
-        (lambda name, array: array[:3].copy() if name.endswith("a") else array, "does not fit"),
-        (lambda name, array: array[:, :-32] if name.endswith("a") else array, "incorrect shape"),
-        (lambda name, array: array[:-32] if name.endswith("b") else array, "incorrect shape"),
-        (lambda name, array: np.stack([array, array]), "does not fit"),
-        (lambda name, array: array[None, None].repeat(2, 0), "does not fit"),
-        (lambda name, array: array[:0] if name.endswith("a") else array[:, :0], "does not fit"),
+        ({}, "incorrect shape"),
+        ({"targets": ["output.weight"]}, "does not exist in base model"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
-    model: LlamaModel, test_model: Path, tmp_path: Path, change: Any, reason: str
-) -> None:
-    path = write_lora(tmp_path / "a.gguf", test_model, change=change, rank=33, type="f32")
-    assert reason in _refusal(model, path)
-
-
 def test_adapter_of_a_larger_model_is_refused(
-    model: LlamaModel, random_model: Path, tmp_path: Path
+    model: LlamaModel, random_model: Path, tmp_path: Path, given: dict[str, Any], reason: str
 ) -> None:
-    path = write_lora(tmp_path / "a.gguf", random_model)
-    assert "incorrect shape" in _refusal(model, path)
-    path = write_lora(tmp_path / "b.gguf", random_model, targets=["output.weight"])
-    assert "does not exist in base model" in _refusal(model, path)
+    assert reason in _refusal(model, write_lora(tmp_path / "a.gguf", random_model, **given))
 
 
-def test_adapter_of_an_embedding_that_is_the_output_too_is_refused(
-    model: LlamaModel, test_model: Path, tmp_path: Path
-) -> None:
-    path = write_lora(tmp_path / "a.gguf", test_model, targets=["token_embd.weight"])
-    assert "also the output" in _refusal(model, path)
-
-
-def test_embedding_whose_halves_do_not_fit_is_refused(random_model: Path, tmp_path: Path) -> None:
-    path = write_lora(
-        tmp_path / "a.gguf",
-        random_model,
-        targets=["token_embd.weight"],
-        change=lambda name, array: array[:, :2].copy() if name.endswith("b") else array,
-    )
-    with closing(open_model(random_model)) as model:
-        assert "does not fit" in _refusal(model, path)
+def test_embedding_is_adapted_if_its_halves_fit(random_model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"targets": ["token_embd.weight"]}
+    lora = write_lora(tmp_path / "a.gguf", random_model, **given)
+    given["change"] = lambda name, array: array[:, :2].copy() if name.endswith("b") else array
+    wrong = write_lora(tmp_path / "b.gguf", random_model, **given)
+    model = open_model(random_model)
+    ctx, adapters = Context(model), Adapters(model, {"a": lora})
+    base = ctx.logits(PROMPT)
+    adapters.use(ctx.pointer, (("a", 1.0),))
+    assert np.abs(ctx.logits(PROMPT) - base).max() > 0.1
+    assert "does not fit" in _refusal(model, wrong)
+    for thing in (ctx, adapters, model):
+        thing.close()
 
 
 def test_type_that_has_no_product_is_refused(
@@ -497,7 +466,7 @@ n_header = data.rindex(b".lora_b") + 40
 model = open_model(base)
 ctx = Context(model)
 n_refused = 0
-for i in range(400):
+for i in range(200):
     path.write_bytes(damaged(data, n_header, rng, is_cut=i % 4 == 0))
     try:
         adapters = Adapters(model, {"a": path})
@@ -512,8 +481,7 @@ print(n_refused)
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("target", ["attn_q", "token_embd.weight"])
+@pytest.mark.parametrize(("target", "seed"), [("attn_q", 1), ("token_embd.weight", 2)])
 def test_damaged_files_never_end_the_process(
     random_model: Path, tmp_path: Path, target: str, seed: int
 ) -> None:
@@ -521,4 +489,4 @@ def test_damaged_files_never_end_the_process(
     command = [sys.executable, "-c", FUZZ, str(random_model), str(path), str(seed)]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert 100 < int(done.stdout.splitlines()[-1]) < 400
+    assert 50 < int(done.stdout.splitlines()[-1]) < 200

@@ -63,7 +63,7 @@ def answers(engine: cbatch.Engine, asked: Sequence[tuple[int, ...]]) -> list[Bat
 
 
 def settings() -> list[Any]:
-    """Every model in slots of its own; those with cells in a pool too, and those with states in turns."""
+    """Every model in slots of its own, in a pool if it has cells, or in turns if it has states, one after the other."""
     found = []
     for memory, names in TRIED.items():
         others: list[dict[str, Any]] = [{}]
@@ -71,24 +71,11 @@ def settings() -> list[Any]:
             others.append({"kv": "unified"})
         if memory in ("state", "hybrid"):
             others.append({"policy": "round_robin", "quantum": 6})
-        for name in names:
+        for i, name in enumerate(names):
             assert ZOO[name] == memory
-            found += [pytest.param(name, o, id=", ".join([name, *o][:2])) for o in others]
+            options = others[i % len(others)]
+            found.append(pytest.param(name, options, id=", ".join([name, *options][:2])))
     return found
-
-
-@pytest.fixture(scope="module")
-def alone(zoo: Callable[[str], Path]) -> Callable[[str], list[BatchResult]]:
-    """Answers computed alone, a token at a time; each model's once."""
-    known: dict[str, list[BatchResult]] = {}
-
-    def ask(name: str) -> list[BatchResult]:
-        if name not in known:
-            with cbatch.load(zoo(name), parallel=1, n_ubatch=1, ctx_per_seq=256) as engine:
-                known[name] = [answers(engine, [prompt])[0] for prompt in prompts()]
-        return known[name]
-
-    return ask
 
 
 @pytest.mark.parametrize(("name", "options"), settings())
@@ -96,9 +83,9 @@ def test_answers_in_company_are_those_alone(
     name: str,
     options: dict[str, Any],
     zoo: Callable[[str], Path],
-    alone: Callable[[str], list[BatchResult]],
 ) -> None:
-    expected = alone(name)
+    with cbatch.load(zoo(name), parallel=1, n_ubatch=1, ctx_per_seq=256) as engine:
+        expected = [answers(engine, [prompt])[0] for prompt in prompts()]
     with cbatch.load(zoo(name), parallel=4, ctx_per_seq=256, **options) as engine:
         assert engine.company.startswith("together: ")
         assert engine.parallel == 4

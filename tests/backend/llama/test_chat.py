@@ -30,33 +30,31 @@ CHATML = NAMED_TEMPLATES["chatml"]
 ECHO = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
 
 
-def test_chatml_ends_with_the_generation_prompt() -> None:
-    text = ChatTemplate(CHATML).render([{"role": "system", "content": "Be brief."}, USER])
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-@pytest.mark.parametrize("content", ["Once ", [{"type": "text", "text": "Once "}]])
-def test_last_assistant_message_is_left_open(content: object) -> None:
-    messages = [USER, {"role": "assistant", "content": content}]
-    text = ChatTemplate(CHATML).render(messages)
-    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOnce "
-
-
-def test_last_assistant_message_without_text_is_refused() -> None:
-    with pytest.raises(RequestFailedError, match="needs text"):
-        ChatTemplate(CHATML).render([USER, {"role": "assistant", "content": None}])
-
-
-def test_earlier_assistant_message_is_closed() -> None:
-    text = ChatTemplate(CHATML).render([USER, {"role": "assistant", "content": "Yes"}, USER])
-    assert "assistant\nYes<|im_end|>\n" in text
-
-
-def test_template_knows_the_special_tokens() -> None:
-    assert ChatTemplate(ECHO, bos_text="<s>", eos_text="</s>").render([USER]) == "<s>[Hi]</s>"
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (
+            [{"role": "system", "content": "Be brief."}, USER],
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        *(
+            (
+                [USER, {"role": "assistant", "content": content}],
+                "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOnce ",
+            )
+            for content in ("Once ", [{"type": "text", "text": "Once "}])
+        ),
+        (
+            [USER, {"role": "assistant", "content": "Yes"}, USER],
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+    ids=["generation", "open", "open part", "earlier one closed"],
+)
+def test_chatml_leaves_open_what_goes_on(messages: list[Message], text: str) -> None:
+    assert ChatTemplate(CHATML).render(messages) == text
 
 
 _DATES = "{{ date_string }}|{{ datetime }}|{{ strftime_now('%Y-%m-%d %H:%M') }}"
@@ -88,11 +86,6 @@ def test_firefunction_gets_functions_as_json_text() -> None:
     assert json.loads(spec) == [function]
 
 
-def test_no_template_names_the_ways_out() -> None:
-    with pytest.raises(RequestFailedError, match=r"chat_template='chatml'.*plain string"):
-        ChatTemplate(None).render([USER])
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -100,51 +93,32 @@ def test_no_template_names_the_ways_out() -> None:
         ("{{ missing.attribute }}", "'missing' is undefined"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "str"),
+        (None, r"chat_template='chatml'.*plain string"),
+        ("{% for m in %}", r"does not compile.*chat_template='chatml'"),
+        # what would leave its sandbox
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{% for m in messages %}{{ m.update(role='x') }}{% endfor %}", "refuses"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
+        ("{{ raise_exception.__globals__.keys() }}", "refuses"),
+        ("{% for i in range(10000000) %}x{% endfor %}", "refuses"),
     ],
 )
-def test_template_that_raises_fails_the_request_in_its_words(source: str, words: str) -> None:
-    with pytest.raises(RequestFailedError, match=words):
-        ChatTemplate(source).render([USER])
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__.keys() }}",
-        "{% for i in range(10000000) %}x{% endfor %}",
-    ],
-)
-def test_template_cannot_leave_its_sandbox(source: str) -> None:
-    with pytest.raises(RequestFailedError, match="refuses"):
-        ChatTemplate(source).render([USER])
-
-
-def test_messages_are_not_mutated() -> None:
+def test_template_that_fails_or_misbehaves_fails_the_request_in_words(
+    source: str | None, words: str
+) -> None:
     message = dict(USER)
-    with pytest.raises(RequestFailedError):
-        ChatTemplate("{% for m in messages %}{{ m.update(role='x') }}{% endfor %}").render(
-            [message]
-        )
+    with pytest.raises(RequestFailedError, match=words):
+        ChatTemplate(source).render([message])
     assert message == USER
 
 
-def test_template_with_broken_syntax_fails_at_use_with_a_way_out() -> None:
-    template = ChatTemplate("{% for m in %}")
-    with pytest.raises(RequestFailedError, match=r"does not compile.*chat_template='chatml'"):
-        template.render([USER])
-
-
-def test_override_by_name_and_by_source() -> None:
+def test_override_is_a_name_or_a_source_that_works() -> None:
     assert parse_override("chatml") == CHATML
     assert parse_override(ECHO) == ECHO
-
-
-@pytest.mark.parametrize("wrong", ["chatlm", "", "{% for m in %}", "{{ unclosed"])
-def test_override_that_cannot_work_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="chat_template"):
-        parse_override(wrong)
+    assert ChatTemplate(ECHO, bos_text="<s>", eos_text="</s>").render([USER]) == "<s>[Hi]</s>"
+    for wrong in ("chatlm", "", "{% for m in %}", "{{ unclosed"):
+        with pytest.raises(ConfigError, match="chat_template"):
+            parse_override(wrong)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +247,13 @@ TYPED = (
 """As templates of models that see have it: a content that is a string shows nothing."""
 
 
-def test_template_that_reads_parts_gets_parts() -> None:
+def test_template_that_reads_parts_gets_parts_one_of_both_strings() -> None:
     template = ChatTemplate(TYPED)
     said = {"role": "assistant", "content": "Well, "}
     assert template.render([USER]) == "user:Hi;"
-    assert (
-        template.render([{"role": "system", "content": "Be."}, USER, said])
-        == "system:Be.;user:Hi;Well, "
-    )
+    chat = [{"role": "system", "content": "Be."}, USER, said]
+    assert template.render(chat) == "system:Be.;user:Hi;Well, "
     template.close()
-
-
-def test_template_that_takes_both_gets_strings() -> None:
     both = "{% for m in messages %}{% if m.content is string %}s{{ m.content }}{% else %}type{% endif %}{% endfor %}"
     template = ChatTemplate(both)
     assert template.render([USER]) == "sHi"
@@ -334,7 +303,13 @@ def test_fork_that_ends_leaves_the_process_to_its_parent() -> None:
     assert template.render([USER]) == "[Hi]"
 
 
-@pytest.mark.parametrize("content", [b"bytes", {1, 2}, "half \ud83d of a pair"])
-def test_what_json_has_not_is_refused(content: object) -> None:
-    with pytest.raises(RequestFailedError, match=r"JSON|Unicode"):
-        ChatTemplate(ECHO).render([{"role": "user", "content": content}])
+@pytest.mark.parametrize(
+    ("role", "content", "words"),
+    [
+        *(("user", content, "JSON|Unicode") for content in (b"bytes", {1, 2}, "half \ud83d")),
+        ("assistant", None, "needs text"),
+    ],
+)
+def test_message_that_cannot_be_is_refused(role: str, content: object, words: str) -> None:
+    with pytest.raises(RequestFailedError, match=words):
+        ChatTemplate(ECHO).render([USER, {"role": role, "content": content}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -21,9 +20,8 @@ from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.probe import probe
 from cbatch.core.span import N_TARGETS_MAX
-from cbatch.engine_options import BITWISE, EngineOptions
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -75,6 +73,8 @@ def test_nothing_said_is_llama_s_own(model: LlamaModel) -> None:
         *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "kv_unified"),
     ):
         assert getattr(params, name) == getattr(own, name), name
+    assert context_cells(model, EngineOptions()) == 16 * 2048
+    assert _params(model, EngineOptions(), 1).n_seq_max == EngineOptions().n_slots == 16
 
 
 def test_what_is_said_is_passed_on(model: LlamaModel) -> None:
@@ -94,29 +94,12 @@ def test_what_is_said_is_passed_on(model: LlamaModel) -> None:
     assert (params.type_k, params.type_v) == (CELL_TYPES["q5_1"].id, CELL_TYPES["f16"].id)
     assert (params.n_seq_max, params.n_outputs_max, params.n_ctx) == (2, 2 + N_TARGETS_MAX, 512)
     assert (params.n_threads, params.n_threads_batch) == (3, 3)
-
-
-def test_zero_is_something_said(model: LlamaModel) -> None:
     assert _params(model, options(yarn_ext_factor=0), 1).yarn_ext_factor == 0
-
-
-def test_scalings_are_llama_s() -> None:
+    for word, number in (("auto", -1), ("on", 1), ("off", 0)):
+        assert _params(model, options(flash_attn=word), 1).flash_attn_type == number
     for name, value in _ROPE_SCALING.items():
         word = "UNSPECIFIED" if name is None else name.upper()
         assert getattr(llama_cpp, f"LLAMA_ROPE_SCALING_TYPE_{word}") == value
-
-
-def test_slots_that_were_not_said_are_sixteen(model: LlamaModel) -> None:
-    assert context_cells(model, EngineOptions()) == 16 * 2048
-    assert _params(model, EngineOptions(), 1).n_seq_max == 16
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize(("said", "number"), [("auto", -1), ("on", 1), ("off", 0)])
-def test_flash_attention_is_passed_on(
-    model: LlamaModel, said: str, number: int, *, exact: bool
-) -> None:
-    assert _params(model, options(flash_attn=said, exact=exact), 1).flash_attn_type == number
 
 
 @pytest.mark.parametrize(("n_slots", "n_sequences"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16)])
@@ -168,15 +151,13 @@ def test_factor_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory) -> None
     unmixed = {**YARN, "yarn_ext_factor": 0.0}
     assert logprobs(path, **unmixed, **said) != logprobs(path, **unmixed)
     assert logprobs(path, **said) != logprobs(path)
-    with pytest.raises(ConfigError, match=r"needs yarn_ext_factor=0, else llama\.cpp computes it"):
-        cbatch.load(path, **SMALL, **YARN, **said)
-
-
-def test_yarn_of_the_model_s_own_takes_corrections(synth: SynthFactory) -> None:
     own = synth("test", metadata={"llama.rope.scaling.type": "yarn"})
     cbatch.load(own, **SMALL, yarn_beta_fast=16.0).close()
-    with pytest.raises(ConfigError, match="yarn_attn_factor"):
-        cbatch.load(own, **SMALL, yarn_attn_factor=2.0)
+    for model, settings in ((path, YARN), (own, {})):
+        with pytest.raises(
+            ConfigError, match=r"needs yarn_ext_factor=0, else llama\.cpp computes it"
+        ):
+            cbatch.load(model, **SMALL, **settings, **said)
 
 
 @pytest.mark.parametrize("cell_type", CELL_TYPES)
@@ -188,42 +169,29 @@ def test_every_type_of_cells_answers(synth: SynthFactory, cell_type: str) -> Non
 # ---- exactness ----
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("f16", "f16")])
-def test_exact_holds_with_either_kind_of_attention(
-    model: LlamaModel, types: tuple[str, str]
-) -> None:
-    found = probe(model, options(exact=True, cache_type_k=types[0], cache_type_v=types[1]))
-    assert found == BITWISE
-
-
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize("name", ["cache_type_k", "cache_type_v"])
-@pytest.mark.parametrize("flash_attn", ["auto", "on"])
+@pytest.mark.parametrize(
+    ("name", "kind", "flash_attn", "n_embd"),
+    [
+        ("cache_type_k", "q8_0", "auto", 96),
+        ("cache_type_v", "q8_0", "on", 96),
+        # without flash attention llama.cpp does not look: heads of 48 give no numbers, of 24 an abort
+        ("cache_type_k", "q4_0", "off", 96),
+        ("cache_type_k", "q4_0", "off", 48),
+    ],
+)
 def test_blocks_that_do_not_divide_the_heads_are_refused(
-    synth: SynthFactory, name: str, flash_attn: str
+    synth: SynthFactory, name: str, kind: str, flash_attn: str, n_embd: int
 ) -> None:
-    path = synth("test", n_embd=96, n_head=2, n_kv_head=2, type="f32")
-    settings: dict[str, Any] = {name: "q8_0", "flash_attn": flash_attn}
-    with pytest.raises(
-        ConfigError, match=f"{name}='q8_0' stores blocks of 32 .* heads of 48: use 'f16'"
-    ):
+    path = synth("test", n_embd=n_embd, n_head=2, n_kv_head=n_embd // 48, type="f32")
+    settings: dict[str, Any] = {name: kind, "flash_attn": flash_attn}
+    words = f"{name}='{kind}' stores blocks of 32 .* heads of {n_embd // 2}: use 'f16'"
+    with pytest.raises(ConfigError, match=words):
         cbatch.load(path, **SMALL, **settings)
-
-
-def test_keys_that_llama_would_end_the_process_over_are_refused(synth: SynthFactory) -> None:
-    """Without flash attention llama.cpp does not look: heads of 48 give no numbers, of 24 an abort."""
-    for n_embd, n_kv_head in ((96, 2), (48, 1)):
-        path = synth("test", n_embd=n_embd, n_head=2, n_kv_head=n_kv_head, type="f32")
-        with pytest.raises(ConfigError, match=f"heads of {n_embd // 2}"):
-            cbatch.load(path, **SMALL, cache_type_k="q4_0", flash_attn="off")
-
-
-def test_refusal_comes_from_every_way_to_a_context(synth: SynthFactory) -> None:
-    path = synth("test", n_embd=96, n_head=2, n_kv_head=2, type="f32")
-    with closing(open_model(path)) as opened, pytest.raises(ConfigError, match="heads of 48"):
-        LlamaBackend(opened, Tuning(options(cache_type_v="q4_1")), owns_model=False)
+    with closing(open_model(path)) as opened, pytest.raises(ConfigError, match=words):
+        LlamaBackend(opened, Tuning(options(**settings)), owns_model=False)
 
 
 def test_model_that_stores_both_in_one_wants_one_type(synth: SynthFactory) -> None:
@@ -278,9 +246,3 @@ def test_model_without_its_weights_tells_all_but_computes_nothing(test_model: Pa
         for name in ("n_ctx_train", "n_bytes", "n_layers", "metadata", "integers"):
             assert getattr(told, name) == getattr(whole, name), name
         assert told.vocab.tokenize("Hi") == whole.vocab.tokenize("Hi")
-
-
-def test_settled_options_are_still_options() -> None:
-    settled = replace(EngineOptions(), parallel=4, ctx_per_seq=512)
-    assert settled.n_slots == 4
-    assert EngineOptions().n_slots == 16

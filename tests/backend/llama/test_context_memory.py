@@ -158,49 +158,39 @@ def test_shift_leaves_neighbours_as_they_are_to_the_bit(
 
 
 @pytest.mark.parametrize("kind", ["partitioned", "unified"])
-@pytest.mark.parametrize(("n_kept", "n"), [(0, 1), (0, 19), (19, 1), (5, 15), (0, 20)])
-def test_shift_at_either_end_is_counted(make: MakeBackend, kind: str, n_kept: int, n: int) -> None:
+def test_shift_at_either_end_is_counted(make: MakeBackend, kind: str) -> None:
     backend = make(kind)
     fill(backend)
-    backend.run(StepPlan((), shifts=((Slot(1), n_kept, n),)))
-    assert held(backend) == [len(OTHER), 20 - n, len(OTHER)]
-    assert all(is_whole(backend, slot) for slot in range(3))
-    assert backend.run(StepPlan((chunk(1, 20 - n, [7]),))).code == 0
+    for n_kept, n in ((0, 1), (0, 19), (19, 1), (5, 15), (0, 20)):
+        backend.run(StepPlan((), shifts=((Slot(1), n_kept, n),)))
+        assert held(backend) == [len(OTHER), 20 - n, len(OTHER)]
+        assert all(is_whole(backend, slot) for slot in range(3))
+        assert backend.run(StepPlan((chunk(1, 20 - n, [7]),))).code == 0
+        backend.run(StepPlan((chunk(1, 0, PROMPT),), clears=(Slot(1),)))
 
 
-def test_slot_shifted_to_its_end_is_as_one_that_is_trimmed(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    expected = after(backend, 0, PROMPT[:5], 5)
-    go_on(backend, 1, PROMPT, 1)
-    assert go_on(backend, 1, [7], 5, shifts=((Slot(1), 5, 15),), start=5) == expected
-
-
-def test_two_shifts_of_one_slot_are_done_one_after_the_other(make: MakeBackend) -> None:
-    backend = make("partitioned")
+@pytest.mark.parametrize(
+    ("n_prompt", "shifts"),
+    [(20, ((Slot(1), 2, 3), (Slot(1), 6, 5))), (15, SHIFTS), (20, ((Slot(1), 5, 15),))],
+    ids=["two", "after a trim", "to the end"],
+)
+def test_shifts_of_what_is_left_are_those_by_hand(
+    make: MakeBackend, n_prompt: int, shifts: tuple[tuple[Slot, int, int], ...]
+) -> None:
+    backend, n_left = make("partitioned"), n_prompt
     with closing(ByHand(backend)) as by_hand:
-        by_hand.next_token(1, 0, PROMPT)
-        by_hand.shift(1, 2, 3)
-        by_hand.shift(1, 6, 5)
-        expected = by_hand.go_on(1, 12, [7], 6)
+        by_hand.next_token(1, 0, PROMPT[:n_prompt])
+        for _, n_kept, n in shifts:
+            by_hand.shift(1, n_kept, n)
+            n_left -= n
+        expected = by_hand.go_on(1, n_left, [7], 6)
     fill(backend)
-    shifts = ((Slot(1), 2, 3), (Slot(1), 6, 5))
-    assert go_on(backend, 1, [7], 6, shifts=shifts, start=12) == expected
+    orders: dict[str, Any] = {"trims": ((Slot(1), n_prompt),), "shifts": shifts}
+    assert go_on(backend, 1, [7], 6, start=n_left, **orders) == expected
     assert is_whole(backend, 1)
 
 
-def test_trimmed_slot_is_shifted_after_that(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    with closing(ByHand(backend)) as by_hand:
-        by_hand.next_token(1, 0, PROMPT[:15])
-        by_hand.shift(1, N_KEPT, N_OUT)
-        expected = by_hand.go_on(1, 8, [7], 6)
-    fill(backend)
-    orders: dict[str, Any] = {"trims": ((Slot(1), 15),), "shifts": SHIFTS}
-    assert go_on(backend, 1, [7], 6, start=8, **orders) == expected
-
-
-@pytest.mark.parametrize("kind", ["partitioned", "unified"])
-@pytest.mark.parametrize("code", [1, 2])
+@pytest.mark.parametrize(("kind", "code"), [("partitioned", 1), ("unified", 2)])
 def test_cells_that_wait_to_move_are_not_saved(make: MakeBackend, kind: str, code: int) -> None:
     backend, failures = failing(make, kind)
     expected = shifted_by_hand(backend, 9)
@@ -216,17 +206,6 @@ def test_cells_that_wait_to_move_are_not_saved(make: MakeBackend, kind: str, cod
     n_cells = N_LEFT + 4
     loads = ((Slot(0), 7, n_cells),)
     assert go_on(backend, 0, expected[3:4], 5, loads=loads, start=n_cells) == expected[4:]
-
-
-def test_cells_that_wait_to_move_are_copied_with_their_shift(make: MakeBackend) -> None:
-    backend, failures = failing(make, "partitioned")
-    expected = shifted_by_hand(backend, 5)
-    fill(backend, 1)
-    failures.append((1, 0))
-    assert backend.run(StepPlan((chunk(1, N_LEFT, [7]),), shifts=SHIFTS)).code == 1
-    copies = ((Slot(1), Slot(2), N_LEFT),)
-    assert go_on(backend, 2, [7], 5, start=N_LEFT, copies=copies) == expected
-    assert go_on(backend, 1, [7], 5) == expected
 
 
 @pytest.mark.parametrize("kind", ["partitioned", "unified"])
@@ -306,20 +285,17 @@ def test_keys_that_llama_cpp_cannot_turn_are_not_shifted(
     assert is_refused(backend, shift) == (not can_shift)
 
 
-def test_keys_in_blocks_that_are_not_rotated_are_not_shifted(
-    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
-    assert not make("partitioned", **KEYS_IN_BLOCKS).memory.can_shift
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "partitioned"])
+@pytest.mark.parametrize("kind", ["recurrent", "partitioned", "keys not rotated"])
 def test_memory_that_cannot_shift_says_so_and_refuses(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    if kind != "recurrent":
+    given: dict[str, Any] = {}
+    if kind == "partitioned":
         monkeypatch.setattr(llama_cpp, "llama_memory_can_shift", lambda memory: False)
-    backend = make(kind)
+    elif kind != "recurrent":
+        monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+        kind, given = "partitioned", KEYS_IN_BLOCKS
+    backend = make(kind, **given)
     assert not backend.memory.can_shift
     [token] = go_on(backend, 1, PROMPT, 1)
     assert is_refused(backend, StepPlan((), shifts=SHIFTS))
@@ -327,82 +303,25 @@ def test_memory_that_cannot_shift_says_so_and_refuses(
     assert go_on(backend, 0, [*PROMPT, token], 3) == go_on(backend, 1, [token], 3)
 
 
-# Slot 0 holds 20 cells and slots 1 and 2 none; 20 cells are saved under 1.
-WRONG_MOVES: dict[str, StepPlan] = {
-    "shift of nothing": StepPlan((), shifts=((Slot(0), 4, 0),)),
-    "shift of less than nothing": StepPlan((), shifts=((Slot(0), 4, -1),)),
-    "shift of more than there is": StepPlan((), shifts=((Slot(0), 4, 17),)),
-    "shift behind less than nothing": StepPlan((), shifts=((Slot(0), -1, 2),)),
-    "shift of an empty slot": StepPlan((), shifts=((Slot(1), 0, 1),)),
-    "shift of a slot too high": StepPlan((), shifts=((Slot(3), 0, 1),)),
-    "shift of a slot negative": StepPlan((), shifts=((Slot(-1), 0, 1),)),
-    "shift of what is cleared": StepPlan((), clears=(Slot(0),), shifts=((Slot(0), 0, 1),)),
-    "shift of what is trimmed": StepPlan((), trims=((Slot(0), 5),), shifts=((Slot(0), 4, 2),)),
-    "shift of what is rebuilt": StepPlan((), is_rebuild=True, shifts=((Slot(0), 0, 1),)),
-    "shift of more than is loaded": StepPlan(
-        (), loads=((Slot(1), 1, 9),), shifts=((Slot(1), 0, 10),)
-    ),
-    "shift of more than is copied": StepPlan(
-        (), copies=((Slot(0), Slot(1), 9),), shifts=((Slot(1), 0, 10),)
-    ),
-    "two shifts of more than there is": StepPlan((), shifts=((Slot(0), 0, 15), (Slot(0), 0, 6))),
-    "chunk not after the shift": StepPlan((chunk(0, 20, [7]),), shifts=((Slot(0), 4, 7),)),
-    "copy of nothing": StepPlan((), copies=((Slot(0), Slot(1), 0),)),
-    "copy of less than nothing": StepPlan((), copies=((Slot(0), Slot(1), -1),)),
-    "copy of more than there is": StepPlan((), copies=((Slot(0), Slot(1), 21),)),
-    "copy of an empty slot": StepPlan((), copies=((Slot(1), Slot(2), 1),)),
-    "copy to itself": StepPlan((), copies=((Slot(0), Slot(0), 20),)),
-    "copy to a slot twice": StepPlan((), copies=((Slot(0), Slot(1), 9), (Slot(0), Slot(1), 9))),
-    "copy to a slot too high": StepPlan((), copies=((Slot(0), Slot(3), 9),)),
-    "copy to a slot negative": StepPlan((), copies=((Slot(0), Slot(-1), 9),)),
-    "copy of a slot too high": StepPlan((), copies=((Slot(3), Slot(1), 9),)),
-    "copy of what is cleared": StepPlan((), clears=(Slot(0),), copies=((Slot(0), Slot(1), 9),)),
-    "copy of what is trimmed": StepPlan((), trims=((Slot(0), 5),), copies=((Slot(0), Slot(1), 6),)),
-    "copy of what is rebuilt": StepPlan((), is_rebuild=True, copies=((Slot(0), Slot(1), 9),)),
-    "copy to where is loaded": StepPlan(
-        (), loads=((Slot(1), 1, 20),), copies=((Slot(0), Slot(1), 9),)
-    ),
-    "chunk not after the copy": StepPlan((chunk(1, 20, [7]),), copies=((Slot(0), Slot(1), 9),)),
-    "chunk not after the part that is loaded": StepPlan(
-        (chunk(1, 20, [7]),), loads=((Slot(1), 1, 9),)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ["partitioned", "unified"])
-def test_wrong_moves_are_refused_and_change_nothing(make: MakeBackend, kind: str) -> None:
-    backend = make(kind)
-    [token] = go_on(backend, 0, PROMPT, 1)
-    backend.run(StepPlan((), saves=((Slot(0), 1),)))
-    for name, wrong in WRONG_MOVES.items():
-        assert is_refused(backend, wrong), name
-        assert held(backend) == [20, 0, 0], name
-        assert is_whole(backend, 0), name
-        assert list(backend.saved_keys) == [1], name
-    expected = go_on(backend, 0, [token], 9)
-    assert go_on(backend, 1, [token], 9, loads=((Slot(1), 1, 20),), start=20) == expected
-
-
 # ---- from slot to slot ----
 
-COPIES: dict[str, tuple[str, dict[str, Any], Sequence[int], str]] = {
-    "part of a slot": ("partitioned", {}, PROMPT, "load"),
-    "half of a slot": ("partitioned", {}, LONG[:128], "load"),
-    "a cell more than half": ("partitioned", {}, LONG[:129], "copy"),
-    "most of a slot": ("partitioned", {}, LONG, "copy"),
-    "part of a pool": ("unified", {}, PROMPT, "copy"),
-    "part of a slot, exact": ("partitioned", {"exact": True}, PROMPT, "load"),
-    "most of a slot, exact": ("partitioned", {"exact": True}, LONG, "copy"),
-    "part of a slot, in blocks": ("partitioned", KEYS_IN_BLOCKS, PROMPT, "load"),
+COPIES: dict[str, tuple[str, dict[str, Any], Sequence[int], str, int]] = {
+    "part of a slot": ("partitioned", {}, PROMPT, "load", 11),
+    "half of a slot": ("partitioned", {}, LONG[:128], "load", 0),
+    "a cell more than half": ("partitioned", {}, LONG[:129], "copy", 0),
+    "most of a slot": ("partitioned", {}, LONG, "copy", 11),
+    "part of a pool": ("unified", {}, PROMPT, "copy", 1),
+    "part of a slot, exact": ("partitioned", {"exact": True}, PROMPT, "load", 1),
+    "most of a slot, exact": ("partitioned", {"exact": True}, LONG, "copy", 1),
+    "part of a slot, in blocks": ("partitioned", KEYS_IN_BLOCKS, PROMPT, "load", 1),
 }
 
 
 @pytest.mark.parametrize("case", COPIES)
-@pytest.mark.parametrize("n_less", [0, 1, 11])
 def test_copied_beginning_goes_on_as_if_computed(
-    make: MakeBackend, ways: list[str], case: str, n_less: int
+    make: MakeBackend, ways: list[str], case: str
 ) -> None:
-    kind, given, tokens, way = COPIES[case]
+    kind, given, tokens, way, n_less = COPIES[case]
     backend = make(kind, **given)
     n = len(tokens) - n_less
     expected = after(backend, 1, tokens[:n], 6)
@@ -410,6 +329,7 @@ def test_copied_beginning_goes_on_as_if_computed(
     ways.clear()
     copies = ((Slot(0), Slot(1), n), (Slot(0), Slot(2), n))
     assert backend.run(StepPlan((), copies=copies)).move_s > 0
+    assert backend.run(StepPlan((), trims=((Slot(0), len(tokens)),))).move_s == 0
     assert ways == [way] * 2
     assert held(backend) == [len(tokens), n, n]
     assert go_on(backend, 1, [7], 6) == expected
@@ -432,8 +352,11 @@ def test_copies_give_the_bits_that_computing_gives_under_exact(
     assert [backend.logits(Slot(slot)).tobytes() == expected for slot in range(3)] == [True] * 3
 
 
-@pytest.mark.parametrize("kind", ["partitioned", "unified"])
-@pytest.mark.parametrize("tokens", [PROMPT, LONG], ids=["part", "most"])
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("partitioned", PROMPT), ("partitioned", LONG), ("unified", PROMPT)],
+    ids=["part", "most", "pool"],
+)
 def test_copy_of_a_copy_in_one_plan(make: MakeBackend, kind: str, tokens: Sequence[int]) -> None:
     backend = make(kind)
     backend.run(StepPlan((chunk(2, 0, tokens),)))
@@ -445,7 +368,7 @@ def test_copy_of_a_copy_in_one_plan(make: MakeBackend, kind: str, tokens: Sequen
     assert all(is_whole(backend, slot) for slot in range(3))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_copies_of_two_sources_do_not_mix(make: MakeBackend, order: tuple[int, ...]) -> None:
     backend = make("partitioned", parallel=5, n_ctx=1280)
     short = after(backend, 2, PROMPT, 4)
@@ -512,13 +435,6 @@ def test_nothing_is_saved_from_a_copy_that_waits_nor_loaded_beside_it(make: Make
     assert output == after(make("partitioned"), 0, LONG, 3)
 
 
-def test_rebuilding_ends_the_waiting(make: MakeBackend) -> None:
-    backend = waiting(make)
-    backend.run(StepPlan((), is_rebuild=True))
-    assert backend.run(StepPlan((), loads=((Slot(1), 3, 20),))).lost == ()
-    assert held(backend) == [0, 20, 0]
-
-
 @pytest.mark.parametrize(
     "failing_call", ["llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext"]
 )
@@ -534,18 +450,6 @@ def test_copy_without_host_memory_is_done_by_llama_cpp(
     assert go_on(backend, 1, [7], 5, start=20, copies=copies) == expected
     assert go_on(backend, 2, [7], 5) == expected
     assert ways[-1] == "copy"
-
-
-def test_time_of_moving_is_that_of_copies_alone(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    results = [
-        backend.run(StepPlan((chunk(0, 0, PROMPT),))),
-        backend.run(StepPlan((), saves=((Slot(0), 1),))),
-        backend.run(StepPlan((chunk(1, 20, [7]),), loads=((Slot(1), 1, 20),))),
-        backend.run(StepPlan((), shifts=((Slot(1), 1, 1),), trims=((Slot(0), 19),))),
-    ]
-    assert [result.move_s for result in results] == [0.0] * 4
-    assert backend.run(StepPlan((), copies=((Slot(0), Slot(2), 9),))).move_s > 0
 
 
 def test_nothing_is_copied_where_a_load_failed(make: MakeBackend) -> None:

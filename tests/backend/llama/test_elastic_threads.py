@@ -94,38 +94,16 @@ def threads(machine: Machine, n_most: int = 4) -> ElasticThreads:
     return ElasticThreads(n_most, machine.clock)
 
 
-def test_machine_without_other_programs_is_never_tried_with_fewer() -> None:
-    machine = Machine(ALONE)
-    assert set(do(threads(machine), machine, 60)) == {4}
-
-
-def test_one_core_that_is_taken_costs_one_thread() -> None:
+def test_one_core_that_is_taken_costs_one_thread_until_it_is_free() -> None:
     machine = Machine(BESIDE_ONE, {4: 0.4})
     found = threads(machine)
     do(found, machine, WINDOW_S + 2 * TRIAL_S)
     runs = do(found, machine, 20)
     assert runs.count(3) > 0.9 * len(runs)
     assert set(runs) == {3, 4}  # all of them are tried again, and no fewer
-
-
-def test_threads_come_back_when_cores_are_free() -> None:
-    machine = Machine(BESIDE_ONE, {4: 0.4})
-    found = threads(machine)
-    do(found, machine, 10)
     machine.step_s, machine.cpu_share = ALONE, {}
     do(found, machine, 2.0)
     assert set(do(found, machine, 20)) == {4}
-
-
-def test_trial_of_more_threads_costs_little() -> None:
-    machine = Machine(BESIDE_ONE, {4: 0.4})
-    found = threads(machine)
-    do(found, machine, 10)
-    n_before = len(machine.runs)
-    start_s = machine.now
-    do(found, machine, 100)
-    n_steps = (len(machine.runs) - n_before) * N_RUN
-    assert n_steps * BESIDE_ONE[3] > 0.9 * (machine.now - start_s)
 
 
 def test_fewer_threads_that_bring_nothing_are_tried_more_and_more_seldom() -> None:
@@ -198,7 +176,7 @@ def waiting(machine: Machine, n_most: int = 4, *, is_fixed: bool = False) -> Ela
     return ElasticThreads(n_most, machine.clock, waits=machine, is_fixed=is_fixed)
 
 
-def test_waits_are_long_on_a_machine_without_other_programs() -> None:
+def test_nothing_is_tried_on_a_machine_without_other_programs() -> None:
     machine = Machine(ALONE, short_s=dict.fromkeys(ALONE, 0.001))
     do(waiting(machine), machine, 60)
     assert (machine.n_short, set(machine.runs)) == (0, {4})

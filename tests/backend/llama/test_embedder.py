@@ -114,26 +114,6 @@ def test_graph_of_a_causal_model_ends_at_its_vectors(models: Any, pooling: Pooli
             assert embedder.names[-1] == "result_embd_pooled"
 
 
-@pytest.mark.parametrize("name", ["bert-rerank", "qwen3-rerank"])
-def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
-    path = models(name)
-    documents = ["red", "the sky is blue", "a long document " * 5]
-    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
-        found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
-        assert found == pytest.approx(
-            [oracle.score("what is red?", d) for d in documents], abs=1e-2
-        )
-
-
-def test_texts_of_a_file_model_are_those_of_llama(models: Any) -> None:
-    path = models("bert")
-    texts = ["red", "The sky, is blue!", "ünïcode", " x "]
-    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
-        found = engine.embed(texts, normalize=False).array()
-        for text, vector in zip(texts, found, strict=True):
-            assert lack(vector, oracle.embed(oracle.tokenize(text))) < N_LEAST
-
-
 UNIGRAM: dict[str, object] = {
     "tokenizer.ggml.model": "t5",
     "tokenizer.ggml.add_sep_token": True,
@@ -142,8 +122,11 @@ UNIGRAM: dict[str, object] = {
 """Of XLM-RoBERTa, such as bge-m3 and bge-reranker-v2-m3."""
 
 
-def test_unigram_texts_are_those_of_llama(synth: SynthFactory) -> None:
-    path = synth("bert-cls", type="f16", metadata=UNIGRAM)
+@pytest.mark.parametrize("metadata", [{}, UNIGRAM], ids=["words", "unigrams"])
+def test_texts_of_a_file_model_are_those_of_llama(
+    synth: SynthFactory, metadata: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = synth("bert-cls", type="f16", metadata=metadata)
     texts = ["red", " The  sky, is blue! ", "ünïcode", "春 is 夏", "x" * 300]
     with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
         assert [engine.tokenize(text) for text in texts] == [*map(oracle.tokenize, texts)]
@@ -151,13 +134,19 @@ def test_unigram_texts_are_those_of_llama(synth: SynthFactory) -> None:
         found = engine.embed(texts, normalize=False).array()
         for text, vector in zip(texts, found, strict=True):
             assert lack(vector, oracle.embed(oracle.tokenize(text))) < N_LEAST
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
-def test_unigram_scores_are_those_of_llama(synth: SynthFactory) -> None:
-    path = synth("bert-rerank", type="f16", metadata=UNIGRAM)
+@pytest.mark.parametrize(
+    ("name", "metadata"), [("bert-rerank", {}), ("bert-rerank", UNIGRAM), ("qwen3-rerank", {})]
+)
+def test_scores_equal_those_of_plain_llama(
+    synth: SynthFactory, name: str, metadata: dict[str, object]
+) -> None:
+    path = synth(name, type="f16", metadata=metadata)
     documents = ["red", "the sky is blue", "a long document " * 5]
     with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
-        found = engine.rerank("what is red?", documents, raw_scores=True).scores()
+        found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
         expected = [oracle.score("what is red?", document) for document in documents]
     assert found == pytest.approx(expected, abs=1e-2)
 
@@ -207,12 +196,6 @@ def test_model_for_chats_embeds_beside_a_chat() -> None:
         assert answer.result().finish_reason in ("length", "stop")
         scores = engine.rerank("What is red?", ["The sky is red.", "No."]).scores()
         assert ((scores >= 0) & (scores <= 1)).all()
-
-
-def test_embedding_logs_no_warning(models: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with cbatch.load(models("bert")) as engine:
-        engine.embed(["red"]).array()
-    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 def test_vectors_and_answers_beside_each_other_are_those_alone(synth: SynthFactory) -> None:

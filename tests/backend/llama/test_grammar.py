@@ -12,18 +12,16 @@ import pytest
 
 from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sandbox
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
-from cbatch.backend.load.open_model import open_model
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.core.plan import BROKEN_ROW, Binding, GrammarStep, Slot
 from cbatch.core.span import Span
-from cbatch.errors import EngineClosedError, GrammarError
+from cbatch.errors import GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
 from cbatch.support.checks import MAX_INT
 from tests import schema_fuzz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -121,18 +119,8 @@ def test_rows_of_other_slots_have_no_mask(grammars: LlamaGrammars) -> None:
     masks = made.masks([other, row()])
     assert masks is not None
     assert [m is None for m in masks] == [True, False]
-
-
-def test_slot_bound_anew_without_a_constraint_is_free(grammars: LlamaGrammars) -> None:
-    made = guides(compiled(grammars, regex="a"))
-    made.bind(Binding(SLOT, 3, GREEDY, ()))
+    made.bind(Binding(SLOT, 3, GREEDY, ()))  # without a constraint
     assert made.masks([row()]) is None
-
-
-def test_output_so_far_is_followed(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    [a] = tokens_of(model, b"a")
-    made = guides(compiled(grammars, regex="ab"), output=[a])
-    assert texts(model, may_follow(made, model.vocab.n_vocab)) == {b"b"}
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
@@ -172,15 +160,11 @@ def test_token_that_is_not_allowed_breaks_the_row_with_a_reason(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
     made = guides(compiled(grammars, regex="a"))
+    assert made.follow([row()], [[BROKEN_ROW]]) == ([[BROKEN_ROW]], {})
     [b] = tokens_of(model, b"b")
     tokens, guided = made.follow([row()], [[b]])
     assert tokens == [[BROKEN_ROW]]
     assert guided[SLOT].problem
-
-
-def test_broken_row_stays_broken(grammars: LlamaGrammars) -> None:
-    made = guides(compiled(grammars, regex="a"))
-    assert made.follow([row()], [[BROKEN_ROW]]) == ([[BROKEN_ROW]], {})
 
 
 def test_grammar_that_outgrows_its_limits_fails_its_row(
@@ -232,16 +216,11 @@ def test_long_text_is_sampled_until_a_part_is_left_that_is_forced(
         ('root ::= "yes" | "no"', {b"y", b"n"}),
         ('root ::= [\\u0041-\\u0043] "x"', {b"A", b"B", b"C"}),
         ('root ::= ws "x"\nws ::= [ ]*\n', {b" ", b"x"}),
-        ('start ::= "a"\nroot ::= start start\n', {b"a"}),
     ],
 )
 def test_gbnf_is_known_and_converted(
     model: LlamaModel, grammars: LlamaGrammars, text: str, first: set[bytes]
 ) -> None:
-    if text.startswith("start"):
-        with pytest.raises(GrammarError, match="already exists"):
-            compiled(grammars, grammar=text)
-        return
     made = guides(compiled(grammars, grammar=text))
     assert {t[:1] for t in texts(model, may_follow(made, model.vocab.n_vocab))} == first
 
@@ -254,6 +233,7 @@ def test_gbnf_is_known_and_converted(
         ({"grammar": 'start: "a" |\n  )\n'}, r"2\(3\)"),
         ({"grammar": "root ::= foo\n"}, "'foo' not found"),
         ({"grammar": "root ::= (\n"}, "line 2"),
+        ({"grammar": 'start ::= "a"\nroot ::= start start\n'}, "already exists"),
         ({"json_schema": {"type": "strnig"}}, "strnig"),
         ({"json_schema": {"enum": [1], "type": "string"}}, "Unsatisfiable"),
         ({"json_schema": {"not": {"type": "string"}}}, "not"),
@@ -286,14 +266,11 @@ def doubled(depth: int, by: str) -> dict[str, Any]:
 NASTY: dict[str, Grammar] = {
     "deep": Grammar("json_schema", nested(500)),
     "many values": Grammar("json_schema", json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
-    "loop": Grammar("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/a"}}}'),
     "loop of all": Grammar(
         "json_schema",
         '{"$ref":"#/$defs/a","$defs":{"a":{"allOf":[{"$ref":"#/$defs/a"},{"type":"string"}]}}}',
     ),
     "doubling all": Grammar("json_schema", json.dumps(doubled(25, "allOf"))),
-    "doubling any": Grammar("json_schema", json.dumps(doubled(25, "anyOf"))),
-    "doubling one": Grammar("json_schema", json.dumps(doubled(25, "oneOf"))),
     "many properties": Grammar(
         "json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(20_000)}})
     ),
@@ -304,18 +281,6 @@ NASTY: dict[str, Grammar] = {
         json.dumps({"allOf": [{"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(10, 20)]}),
     ),
     "groups": Grammar("regex", "(" * 20_000 + "a" + ")" * 20_000),
-    "chain": Grammar(
-        "json_schema",
-        json.dumps(
-            {
-                "$defs": {
-                    **{f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(4000)},
-                    "d4000": {},
-                },
-                "$ref": "#/$defs/d0",
-            }
-        ),
-    ),
     "crossed patterns": Grammar(
         "json_schema",
         json.dumps({"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(30)]}),
@@ -392,29 +357,13 @@ def test_grammar_that_ends_its_compiler_is_refused_the_next_compiles(
     assert compiled(grammars, regex="a")
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("name", ["const", "saturating bounds", "in lark"])
-def test_trial_alone_finds_what_ends_the_compiler(name: str) -> None:
-    from llguidance import LLMatcher
-
-    trial, structure = grammar_sandbox(), RunOptions(**DEADLY[name]).structure
-    assert structure is not None
-    is_lark = structure.kind == "lark"
-    make = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
-    assert find_problem(trial, make(structure.text))
-    assert not find_problem(trial, LLMatcher.grammar_from_regex("a"))
-    trial.close()
-
-
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
         ({"type": "integer", "maximum": 99223372036854775808}, "99223372036854775808 .maximum."),
-        ({"type": "integer", "maximum": 1e19}, "1e.19 .maximum."),
         ({"type": "number", "minimum": -1e300}, "-1e.300 .minimum."),
         ({"const": 9007199254740993}, "9007199254740993 .const."),
         ({"enum": [1, [2, {"a": 18446744073709551615}]]}, "18446744073709551615 .a."),
-        ({"items": {"multipleOf": 2**64}}, "18446744073709551616 .multipleOf."),
         ({"properties": {"default": {"const": 2**53 + 1}}}, "9007199254740993 .const."),
         ({"const": 10**400}, "of 401 digits"),
     ],
@@ -422,10 +371,12 @@ def test_trial_alone_finds_what_ends_the_compiler(name: str) -> None:
 def test_number_that_would_become_another_is_refused_by_name(
     grammars: LlamaGrammars, schema: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(GrammarError, match=said):
-        compiled(grammars, json_schema=schema)
-    with pytest.raises(GrammarError, match=said):
-        compiled(grammars, grammar=f"start: %json {json.dumps(schema)}")
+    for options in (
+        {"json_schema": schema},
+        {"grammar": f"start: %json {json.dumps(schema)}"},
+    ):
+        with pytest.raises(GrammarError, match=said):
+            compiled(grammars, **options)
 
 
 @pytest.mark.parametrize(
@@ -479,28 +430,30 @@ def test_budget_of_thinking_is_followed_in_a_vocabulary(
     assert guides(limit(0)).follow([row()], [[begin]])[1] == {SLOT: GrammarStep((end,))}
 
 
-def test_token_may_be_any_but_one_of_a_large_id(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    last = model.vocab.n_vocab - 1
-    made = guides(compiled(grammars, grammar=f"start: <[^{last}]>+"))
-    assert may_follow(made, last + 1) == [*range(last)]
-
-
 @pytest.mark.real
-def test_trial_that_was_closed_starts_again() -> None:
-    trial, source = grammar_sandbox(), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
-    for _ in range(2):
+def test_trial_finds_what_ends_the_compiler_and_starts_again_once_closed() -> None:
+    from llguidance import LLMatcher
+
+    trial = grammar_sandbox()
+    for name, make in (
+        ("const", LLMatcher.grammar_from_json_schema),
+        ("saturating bounds", LLMatcher.grammar_from_json_schema),
+        ("in lark", LLMatcher.grammar_from_lark),
+    ):
+        structure = RunOptions(**DEADLY[name]).structure
+        assert structure is not None
         trial.start()
+        assert find_problem(trial, make(structure.text))
+        assert not find_problem(trial, LLMatcher.grammar_from_regex("a"))
         trial.close()
         trial.close()
-        assert not find_problem(trial, source)
-    trial.close()
 
 
 @pytest.mark.real
 def test_schemas_of_every_kind_end_no_process() -> None:
-    outcome = schema_fuzz.run(7, n_cases=120)
+    outcome = schema_fuzz.run(7, n_cases=60)
     assert outcome.found == []
-    assert outcome.n_cases == 120
+    assert outcome.n_cases == 60
     assert {"refused", "complete", "followed"} <= outcome.counts.keys()
 
 
@@ -524,10 +477,3 @@ def test_nasty_grammar_is_compiled_or_refused_in_bounded_time_and_steps(
         assert time.process_time() - start < A_WHILE_S / 5
         if said.problem or said.is_complete:
             break
-
-
-def test_closed_model_compiles_nothing(test_model: Path) -> None:
-    opened = open_model(test_model)
-    opened.close()
-    with pytest.raises(EngineClosedError):
-        compiled(LlamaGrammars(opened), regex="a")

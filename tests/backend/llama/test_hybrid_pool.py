@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-NAMES = ["falcon-h1", "granitehybrid", "jamba", "lfm2", "nemotron_h", "qwen3next"]
+NAMES = ["falcon-h1", "lfm2", "qwen3next"]
 N_SLOTS, N_POOL = 4, 512
 SIZES: dict[str, Any] = {"parallel": N_SLOTS, "n_ctx": N_POOL, "n_batch": 512, "n_threads": 1}
 PROMPT = [3 + 7 * i % 90 for i in range(20)]

@@ -63,11 +63,7 @@ def of_no_numbers(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.full(data.size // 4, np.nan, np.float32).view(np.uint8)
 
 
-def empty(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return data[:0]
-
-
-@pytest.mark.parametrize("spoil", [cut, of_no_numbers, empty, None])
+@pytest.mark.parametrize("spoil", [cut, of_no_numbers, None])
 def test_rows_that_do_not_fit_are_encoded_again_and_replaced(
     showing_model: Path,
     projector: Path,

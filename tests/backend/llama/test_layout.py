@@ -24,7 +24,6 @@ from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
@@ -76,9 +75,14 @@ def test_cell_types_are_as_the_library_stores_them() -> None:
         assert (of(kind.id), size(kind.id)) == (kind.n_block, kind.n_bytes)
 
 
-@pytest.mark.parametrize("shape", ["test", "exact"])
 @pytest.mark.parametrize(
-    "types", [("f16", "f16"), ("q8_0", "q8_0"), ("q4_1", "bf16"), ("f32", "q5_0")]
+    ("shape", "types"),
+    [
+        ("test", ("f16", "f16")),
+        ("exact", ("q8_0", "q8_0")),
+        ("test", ("q4_1", "bf16")),
+        ("exact", ("f32", "q5_0")),
+    ],
 )
 def test_bytes_of_a_cell_are_those_that_llama_saves(
     synth: SynthFactory, shape: str, types: tuple[str, str]
@@ -87,10 +91,6 @@ def test_bytes_of_a_cell_are_those_that_llama_saves(
         {"parallel": 2, "n_threads": 1, "cache_type_k": types[0], "cache_type_v": types[1]}
     )
     check(open_model(synth(shape)), options)
-
-
-def test_bytes_of_the_model_that_ships_are_those_that_llama_saves(test_model: Path) -> None:
-    check(open_model(test_model), EngineOptions(parallel=2, n_threads=1, exact=True))
 
 
 def test_heads_that_a_file_lists_layer_by_layer_are_read(synth: SynthFactory) -> None:
@@ -132,25 +132,12 @@ def check(model: Any, options: EngineOptions) -> None:
 def test_cell_is_keys_and_values_of_all_layers() -> None:
     assert cost(layout()) == Footprint(4 * (2 * 16 + 2 * 16) * 2)
     assert cost(layout(), cache_type_k="q8_0", cache_type_v="f32").n_cell_bytes == 4 * (34 + 128)
-
-
-def test_context_takes_its_cells_and_its_states() -> None:
     assert Footprint(10, 1000).of(n_slots=3, n_cells=256) == 3000 + 2560
-
-
-def test_hybrid_whose_file_lists_no_layers_is_an_estimate() -> None:
-    ssm = {"ssm.inner_size": 128, "ssm.state_size": 16}
-    found = layout({**SIZES, **ssm}, has_states=True)
-    assert (found.n_state, found.is_about) == (4 * 16 * 128, True)
-
-
-def test_heads_without_a_number_of_their_own_are_as_many_as_queries_have() -> None:
     assert layout({"attention.head_count_kv": None}).heads == (4, 4, 4, 4)
-
-
-def test_heads_have_the_width_that_the_file_says() -> None:
     found = layout({"attention.key_length": 48, "attention.value_length": 32})
     assert (found.n_key, found.n_value, found.is_about) == (48, 32, False)
+    found = layout({"attention.key_length_swa": 32})  # the widest count where layers differ
+    assert (found.n_key, found.key_widths) == (32, frozenset((16, 32)))
 
 
 def test_layers_behind_those_with_cells_count_nothing() -> None:
@@ -181,11 +168,6 @@ def test_layers_that_differ_make_it_an_estimate(
     assert layout(changes, lists=lists).is_about
 
 
-def test_widest_heads_count_where_layers_differ() -> None:
-    found = layout({"attention.key_length_swa": 32})
-    assert (found.n_key, found.key_widths) == (32, frozenset((16, 32)))
-
-
 def test_hybrid_counts_states_of_the_layers_without_heads() -> None:
     ssm: dict[str, object] = {
         "ssm.inner_size": 128,
@@ -199,6 +181,9 @@ def test_hybrid_counts_states_of_the_layers_without_heads() -> None:
     assert found.is_about
     assert cost(found).n_cell_bytes == 2 * (16 + 16) * 2
     assert layout(ssm).n_state == 0  # such a model keeps none
+    few = {name: ssm[name] for name in ("ssm.inner_size", "ssm.state_size")}
+    unlisted = layout({**SIZES, **few}, has_states=True)
+    assert (unlisted.n_state, unlisted.is_about) == (4 * 16 * 128, True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan, StepResult
 from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import PlanError
 from cbatch.options import GREEDY, RunOptions
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     MakeBackend = Callable[..., LlamaBackend]
 
 N_SLOTS, N_WINDOW = 5, 256
-SHAPES = [RowShape(2, 1), RowShape(4, 4), RowShape(8, 8)]
+SHAPES = [RowShape(2, 1), RowShape(8, 8)]
 TEXTS = [[300 + 7 * i + 11 * slot for i in range(20 + slot)] for slot in range(N_SLOTS)]
 LONGER = [400 + i for i in range(30)]
 
@@ -96,9 +95,17 @@ def padded(backend: LlamaBackend) -> list[int]:
 # ---- cells ----
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("slots", [(0,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("n_steps", [1, N_STEPS_MAX])
+@pytest.mark.parametrize(
+    ("shape", "slots", "n_steps"),
+    [
+        (RowShape(2, 1), (0,), N_STEPS_MAX),
+        (RowShape(2, 1), (1, 3), 1),
+        (RowShape(4, 4), (1, 3), N_STEPS_MAX),
+        (RowShape(8, 8), (0,), 1),
+        (RowShape(8, 8), (0, 1, 2, 3, 4), N_STEPS_MAX),
+    ],
+    ids=str,
+)
 def test_steps_leave_the_cells_that_are_counted(
     make: MakeBackend, shape: RowShape, slots: tuple[int, ...], n_steps: int
 ) -> None:
@@ -150,8 +157,9 @@ class Runs:
         return Stepper(ctx, **sizes)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("code", "n_steps"), [(2, 5), (-3, 1)])
+@pytest.mark.parametrize(
+    ("shape", "code", "n_steps"), [(SHAPES[0], 2, 5), (SHAPES[1], -3, 1)], ids=str
+)
 def test_failed_steps_leave_no_cells_of_pad_rows(
     make: MakeBackend, shape: RowShape, code: int, n_steps: int
 ) -> None:
@@ -170,16 +178,6 @@ def test_failed_steps_leave_no_cells_of_pad_rows(
     assert list(result.n_kept) == [found[1], found[3]]
     assert backend.run(StepPlan(rows(backend, 0, 4))).code == 0
     held(backend)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_refused_run_leaves_the_cells_as_they_are(make: MakeBackend, shape: RowShape) -> None:
-    backend = make(shape)
-    fill(backend, 0, 2)
-    before = held(backend)
-    with pytest.raises(PlanError, match="outside the vocabulary"):
-        backend.run(StepPlan((row(backend, 1, -5),)))
-    assert held(backend) == before
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -204,7 +202,7 @@ def test_prompts_beside_rows_leave_the_cells_that_are_counted(
     assert result.tokens == [by_slot[c.slot] for c in plan.spans]
 
 
-@pytest.mark.parametrize("i_failing", [0, 1, 2])
+@pytest.mark.parametrize("i_failing", [0, 2])
 def test_failed_prompt_beside_rows_takes_all_back(make: MakeBackend, i_failing: int) -> None:
     runs = Runs()
     backend = make(RowShape(4, 4), stepper=runs.stepper)
@@ -255,8 +253,7 @@ def answer(backend: LlamaBackend, slot: int, n: int = 5) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("n_steps", [1, 30])
+@pytest.mark.parametrize(("shape", "n_steps"), [*zip(SHAPES, (1, 30), strict=True)], ids=str)
 def test_idle_slot_answers_as_if_no_pad_rows_had_been_there(
     make: MakeBackend, shape: RowShape, n_steps: int
 ) -> None:
@@ -296,19 +293,6 @@ def test_cells_that_move_with_a_step_are_not_hurt_by_its_pad_rows(
     assert found[0] == found[1]
 
 
-def test_saved_cells_of_an_idle_slot_are_those_before_the_pad_rows(make: MakeBackend) -> None:
-    backend, found = make(RowShape(8, 8)), []
-    fill(backend, 2)
-    for key in (1, 2):
-        assert backend.run(StepPlan((), saves=((Slot(2), key),))).lost == ()
-        data = backend.export_state(key)
-        assert data is not None
-        found.append(data.tobytes())
-        backend.run(StepPlan(rows(backend, 1), n_steps=9))
-        assert 2 in padded(backend)
-    assert found[0] == found[1]
-
-
 # ---- whose results are whose ----
 
 
@@ -337,8 +321,9 @@ def own_logprob(backend: LlamaBackend, slot: int) -> float:
     return float(logits.max() - np.log(np.exp(logits).sum()))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("has_prompt", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "has_prompt"), [*zip(SHAPES, (False, True), strict=True)], ids=str
+)
 def test_grammar_masks_are_those_of_the_rows(
     make: MakeBackend, shape: RowShape, has_prompt: bool
 ) -> None:

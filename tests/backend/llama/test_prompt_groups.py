@@ -54,58 +54,64 @@ def with_row(backend: LlamaBackend) -> Span:
     return chunk(0, 5, [7])
 
 
-@pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
-def test_last_tokens_are_rows_beside_those_that_decode(make: MakeBackend, kind: str) -> None:
+ROW = (0, 5, 1, True)
+UNFINISHED = Span(Slot(1), 0, text(1, 9), has_output=False)
+SCORED = Span(Slot(1), 0, text(1, 4), has_output=True, targets=text(1, 4)[1:])
+LAST = [ROW, (1, 8, 1, True), (2, 11, 1, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompts", "expected"),
+    [
+        *(
+            (kind, (chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12))), asked)
+            for kind, asked in (
+                ("partitioned", [[(1, 0, 8, False)], [(2, 0, 11, False)], LAST]),
+                ("recurrent", [[(1, 0, 8, False)], [(2, 0, 11, False)], LAST]),
+                ("unified", [[ROW, (1, 0, 9, True), (2, 0, 12, True)]]),
+            )
+        ),
+        (
+            "partitioned",
+            (chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 9))),
+            [[(1, 0, 8, False), (2, 0, 8, False)], [ROW, (1, 8, 1, True), (2, 8, 1, True)]],
+        ),
+        ("partitioned", (UNFINISHED,), [[(1, 0, 9, False)], [ROW]]),
+        (
+            "partitioned",
+            (SCORED, chunk(2, 0, text(2, 12))),
+            [[(2, 0, 11, False)], [ROW, (1, 0, 4, True), (2, 11, 1, True)]],
+        ),
+    ],
+    ids=["apart", "states", "one pool", "of one length", "unfinished", "with targets"],
+)
+def test_prompts_come_before_the_rows_and_their_last_tokens_beside_them(
+    make: MakeBackend, kind: str, prompts: tuple[Span, ...], expected: list[Call]
+) -> None:
     backend, calls = watched(make, kind)
     row = with_row(backend)
     calls.clear()
-    result = backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12)))))
-    ends = [(0, 5, 1, True), (1, 8, 1, True), (2, 11, 1, True)]
-    assert calls == [[(1, 0, 8, False)], [(2, 0, 11, False)], ends]
-    assert (result.n_steps, [len(t) for t in result.tokens]) == (1, [1, 1, 1])
-    assert held(backend) == [6, 9, 12]
+    result = backend.run(StepPlan((row, *prompts)))
+    assert calls == expected
+    assert result.n_steps == 1
+    assert [len(t) for t in result.tokens] == [1, *(c.has_output for c in prompts)]
+    assert held(backend)[1] == len(prompts[0].inputs)
+    assert all(np.isfinite(s.logprob) for scores in result.scores.values() for s in scores)
+    assert sum(map(len, result.scores.values())) == len(prompts[0].targets)
 
 
-def test_prompts_of_one_length_are_one_call(make: MakeBackend) -> None:
-    backend, calls = watched(make, "partitioned")
-    row = with_row(backend)
-    calls.clear()
-    backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 9)))))
-    assert calls[0] == [(1, 0, 8, False), (2, 0, 8, False)]
-    assert len(calls) == 2
-
-
-def test_chunk_that_does_not_end_its_prompt_is_computed_whole(make: MakeBackend) -> None:
-    backend, calls = watched(make, "partitioned")
-    row = with_row(backend)
-    calls.clear()
-    result = backend.run(StepPlan((row, Span(Slot(1), 0, text(1, 9), has_output=False))))
-    assert calls == [[(1, 0, 9, False)], [(0, 5, 1, True)]]
-    assert [len(t) for t in result.tokens] == [1, 0]
-
-
-def test_few_prompts_without_rows_stay_together(make: MakeBackend) -> None:
-    backend, calls = watched(make, "partitioned")
-    result = backend.run(StepPlan((chunk(0, 0, text(0, 9)), chunk(1, 0, text(1, 12))), n_steps=3))
-    assert calls == [[(0, 0, 9, True), (1, 0, 12, True)]]
-    assert result.n_steps == 3
-
-
-def test_many_prompts_without_rows_end_together(make: MakeBackend) -> None:
+def test_few_prompts_without_rows_stay_together_and_many_end_together(make: MakeBackend) -> None:
     backend, calls = watched(make, "partitioned", parallel=5)
+    few = (chunk(0, 0, text(0, 9)), chunk(1, 0, text(1, 12)))
+    assert backend.run(StepPlan(few, n_steps=3)).n_steps == 3
+    assert calls == [[(0, 0, 9, True), (1, 0, 12, True)]]
+    backend.run(StepPlan((), clears=(Slot(0), Slot(1))))
+    calls.clear()
     backend.run(StepPlan(tuple(chunk(i, 0, text(i, 6 + i % 4)) for i in range(5))))
     assert [len(call) for call in calls] == [2, 1, 1, 1, 5]
     assert calls[0] == [(0, 0, 5, False), (4, 0, 5, False)]
     assert all(n == 1 and is_output for _, _, n, is_output in calls[-1])
     assert held(backend) == [6, 7, 8, 9, 6]
-
-
-def test_one_pool_computes_all_in_one_call(make: MakeBackend) -> None:
-    backend, calls = watched(make, "unified")
-    row = with_row(backend)
-    calls.clear()
-    backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12)))))
-    assert [len(call) for call in calls] == [3]
 
 
 @pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
@@ -130,18 +136,6 @@ def test_tokens_and_log_probabilities_are_those_of_each_prompt_alone(
     for i, t in enumerate(texts):
         backend.run(StepPlan((), clears=(Slot(i),)))
         assert go_on(backend, i, t, 4)[1:] == follow[i]
-
-
-def test_chunks_with_targets_stay_beside_the_rows(make: MakeBackend) -> None:
-    backend, calls = watched(make, "partitioned")
-    row = with_row(backend)
-    scored = Span(Slot(1), 0, text(1, 4), has_output=True, targets=text(1, 4)[1:])
-    calls.clear()
-    result = backend.run(StepPlan((row, scored, chunk(2, 0, text(2, 12)))))
-    assert calls == [[(2, 0, 11, False)], [(0, 5, 1, True), (1, 0, 4, True), (2, 11, 1, True)]]
-    scores = result.scores[Slot(1)]
-    assert len(scores) == 3
-    assert all(np.isfinite(s.logprob) for s in scores)
 
 
 @pytest.mark.parametrize(

@@ -46,42 +46,31 @@ def test_refusal_is_told_in_the_words_of_llama_cpp(
 
 
 @pytest.mark.real
-def test_run_is_killed_at_the_end_of_the_block(tmp_path: Path) -> None:
-    """A source that nobody writes to makes it wait for ever."""
+def test_run_is_killed_at_the_end_of_the_block_or_ends_with_its_stdin(tmp_path: Path) -> None:
+    """A source that nobody writes to makes it wait for ever. Whatever ends who waits for it closes its stdin."""
     os.mkfifo(tmp_path / "source")
-    with quantising(tmp_path / "source", tmp_path / "q.gguf", Q8_0) as running:
-        assert not running.is_done(0.01)
-        process = running.process
-    assert process.returncode == -signal.SIGKILL
+    for is_killed in (True, False):
+        with quantising(tmp_path / "source", tmp_path / "q.gguf", Q8_0) as running:
+            process = running.process
+            assert process.stdin is not None
+            if is_killed:
+                assert not running.is_done(0.01)
+            else:
+                process.stdin.close()
+                assert running.is_done(_PATIENCE_S)
+        assert (process.returncode == -signal.SIGKILL) >= is_killed
 
 
 @pytest.mark.real
-def test_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
-    """Its stdin is closed then, whatever ended that process."""
-    os.mkfifo(tmp_path / "source")
-    with quantising(tmp_path / "source", tmp_path / "q.gguf", Q8_0) as running:
-        stdin = running.process.stdin
-        assert stdin is not None
-        stdin.close()
-        assert running.is_done(_PATIENCE_S)
-
-
-def test_no_program_for_python_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "")
-    with (
-        pytest.raises(ConfigError, match="does not know its own program"),
-        quantising(tmp_path / "a", tmp_path / "b", Q8_0),
-    ):
-        pass
-
-
-@pytest.mark.real
+@pytest.mark.parametrize(
+    ("program", "words"), [("", "does not know its own program"), ("none", "No such file")]
+)
 def test_program_that_cannot_be_started_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
 ) -> None:
-    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
+    monkeypatch.setattr("sys.executable", program and str(tmp_path / program))
     with (
-        pytest.raises(ConfigError, match="No such file"),
+        pytest.raises(ConfigError, match=words),
         quantising(tmp_path / "a", tmp_path / "b", Q8_0),
     ):
         pass

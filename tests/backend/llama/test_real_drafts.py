@@ -38,25 +38,24 @@ def answers(
         return [(r.token_ids, r.text, r.finish_reason) for r in results], engine.stats()
 
 
-@pytest.mark.parametrize("kv", ["partitioned", "unified"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"stop": [";"], "include_stop": True}, {"repeat_penalty": 1.1}],
-    ids=["plain", "stop", "penalty"],
+    ("kv", "options", "speculate"),
+    [
+        ("partitioned", {}, "auto"),
+        ("unified", {"stop": [";"], "include_stop": True}, "auto"),
+        ("partitioned", {"repeat_penalty": 1.1}, "auto"),
+        ("partitioned", {}, 1),
+        ("unified", {}, 7),
+    ],
 )
 def test_answers_of_one_sequence_are_those_without_drafts(
-    test_model: Path, kv: str, options: dict[str, Any]
+    test_model: Path, kv: str, options: dict[str, Any], speculate: Any
 ) -> None:
     plain, _ = answers(test_model, 1, options, kv=kv, speculate="off")
-    found, stats = answers(test_model, 1, options, kv=kv, speculate="auto")
+    found, stats = answers(test_model, 1, options, kv=kv, speculate=speculate)
     assert found == plain
-    assert stats.n_accepted_tokens <= stats.n_draft_tokens
-
-
-def test_many_answers_end_and_drafts_are_counted(test_model: Path) -> None:
-    found, stats = answers(test_model, 9, {"max_tokens": 200}, speculate="auto")
-    assert [len(tokens) for tokens, *_ in found] == [200] * 9  # type: ignore[arg-type]
     assert 0 <= stats.n_accepted_tokens <= stats.n_draft_tokens
+    assert speculate == "auto" or stats.n_draft_tokens > 0
 
 
 def test_exact_answers_have_no_drafts_and_are_those_without(test_model: Path) -> None:
@@ -66,15 +65,6 @@ def test_exact_answers_have_no_drafts_and_are_those_without(test_model: Path) ->
     assert found == plain
     alone, _ = answers(test_model, 1, {}, exact=True, speculate="auto")
     assert alone[0][0] == found[0][0]
-
-
-@pytest.mark.parametrize("kv", ["partitioned", "unified"])
-@pytest.mark.parametrize("speculate", [1, 4, 7])
-def test_set_number_is_drafted_and_answers_stay(test_model: Path, kv: str, speculate: int) -> None:
-    plain, _ = answers(test_model, 1, {}, kv=kv, speculate="off")
-    found, stats = answers(test_model, 1, {}, kv=kv, speculate=speculate)
-    assert found == plain
-    assert stats.n_draft_tokens > 0
 
 
 def test_draft_model_alone_guesses_tokens(test_model: Path) -> None:

@@ -55,8 +55,9 @@ def answers(
         return engine.run(prompts, options=options).results(), engine.stats()
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("name", ["falcon-h1", "lfm2", "qwen3next"])
+@pytest.mark.parametrize(
+    ("name", "memory"), [*zip(["falcon-h1", "lfm2", "qwen3next"], MEMORIES, strict=True)]
+)
 def test_random_workloads_answer_as_without_sharing(
     zoo: Callable[[str], Path], name: str, memory: str
 ) -> None:
@@ -83,8 +84,9 @@ def test_random_workloads_answer_as_without_sharing(
     assert (n_preempted > 0) == (memory == "full pool")
 
 
-@pytest.mark.parametrize("settings", [{}, {"exact": True}], ids=["plain", "exact"])
-@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "qwen3next"])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("mamba2", {}), ("falcon-h1", {"exact": True}), ("qwen3next", {})]
+)
 def test_answers_are_the_same_after_moves_into_gaps(
     zoo: Callable[[str], Path], name: str, settings: dict[str, Any]
 ) -> None:

@@ -104,16 +104,6 @@ def test_full_pool_pauses_some_and_changes_no_token(synth: SynthFactory, swap_mi
     assert_greedy(path, asked, results)
 
 
-def test_reserve_fills_the_pool_without_taking_anything_back(test_model: Path) -> None:
-    settings = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None, "admission": "reserve"}
-    with load(test_model, parallel=8, **settings) as engine:
-        results = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 150}).results()
-        stats = engine.stats()
-    assert {r.finish_reason for r in results} == {"length"}
-    assert stats.n_preempted == 0
-    assert 1 < stats.n_active_max < 8
-
-
 @pytest.mark.parametrize("swap_mib", [0, 64])
 def test_turns_under_exact_give_the_tokens_of_alone(test_model: Path, swap_mib: int) -> None:
     expected = alone(test_model, 40, exact=True)
@@ -138,20 +128,7 @@ def test_recurrent_model_takes_turns_and_answers_as_alone(synth: SynthFactory) -
     assert streams(response) == expected
 
 
-def test_paused_one_gives_way_and_comes_back(test_model: Path) -> None:
-    expected = alone(test_model, 60, exact=True)
-    with load(test_model, parallel=1, exact=True, threaded=False) as engine:
-        first = engine.submit(PROMPTS[0], options={**GREEDY, "max_tokens": 60})
-        engine.step()
-        assert engine.pause(first.ids[0])
-        second = engine.submit(PROMPTS[1], options={**GREEDY, "max_tokens": 60})
-        assert streams(second) == expected[1:2]
-        assert engine.resume(first.ids[0])
-        assert streams(first) == expected[:1]
-        assert engine.stats().n_recomputed_tokens == 0
-
-
-@pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
+@pytest.mark.parametrize("code", [1, 2, -3])
 def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: int) -> None:
     expected = alone(test_model, 30, exact=True, flash_attn="on")
     codes: list[int] = []
@@ -167,7 +144,7 @@ def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: in
     assert found == expected
 
 
-@pytest.mark.parametrize("code", [1, -1, -3])
+@pytest.mark.parametrize("code", [1, -3])
 def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> None:
     is_loaded = False
 

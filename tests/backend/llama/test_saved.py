@@ -171,11 +171,13 @@ def test_cells_are_handed_out_once(make: MakeBackend, kind: str) -> None:
     assert backend.export_state(9) is None
 
 
-SIZES = [(3, 768), (3, 1536), (2, 512), (1, 256), (5, 1280)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("parallel", "n_ctx"), SIZES)
+@pytest.mark.parametrize(
+    ("kind", "parallel", "n_ctx"),
+    [
+        *(("partitioned", 3, 1536), ("partitioned", 1, 256), ("unified", 2, 512)),
+        *(("unified", 5, 1280), ("recurrent", 5, 1280)),
+    ],
+)
 def test_cells_of_one_backend_go_on_in_another(
     make: MakeBackend, kind: str, parallel: int, n_ctx: int
 ) -> None:
@@ -188,9 +190,16 @@ def test_cells_of_one_backend_go_on_in_another(
     assert held(second) == [*[0] * slot, 25]
 
 
-@pytest.mark.parametrize("given", [{}, {"cache_type_v": "f32"}, {"cache_type_k": "f32"}], ids=str)
-@pytest.mark.parametrize("kinds", [("partitioned", "unified"), ("unified", "partitioned")])
-@pytest.mark.parametrize(("said", "other"), [("on", "off"), ("off", "on")])
+@pytest.mark.parametrize(
+    ("given", "kinds", "said", "other"),
+    [
+        ({}, ("partitioned", "unified"), "on", "off"),
+        ({}, ("unified", "partitioned"), "off", "on"),
+        ({"cache_type_v": "f32"}, ("partitioned", "unified"), "off", "on"),
+        ({"cache_type_k": "f32"}, ("unified", "partitioned"), "on", "off"),
+    ],
+    ids=str,
+)
 def test_values_that_lie_across_are_turned(
     make: MakeBackend, given: dict[str, Any], kinds: tuple[str, str], said: str, other: str
 ) -> None:
@@ -211,9 +220,13 @@ def test_values_that_lie_across_are_turned(
     assert found == expected or not given, "in f16 flash attention rounds otherwise"
 
 
-@pytest.mark.parametrize("given", [{}, {"flash_attn": "off"}, KEYS_IN_BLOCKS])
 @pytest.mark.parametrize(
-    ("before", "behind"), [("partitioned", "unified"), ("unified", "partitioned")]
+    ("given", "before", "behind"),
+    [
+        ({}, "partitioned", "unified"),
+        ({"flash_attn": "off"}, "unified", "partitioned"),
+        (KEYS_IN_BLOCKS, "partitioned", "unified"),
+    ],
 )
 def test_cells_go_from_a_pool_into_a_slot_of_its_own_and_back(
     make: MakeBackend, given: dict[str, Any], before: str, behind: str
@@ -225,20 +238,16 @@ def test_cells_go_from_a_pool_into_a_slot_of_its_own_and_back(
     assert first.fingerprint(()) == second.fingerprint(())
 
 
-def test_first_cells_of_more_than_a_slot_has_go_on(make: MakeBackend) -> None:
+def test_more_cells_than_a_slot_has_are_cut_refused_or_lost(make: MakeBackend) -> None:
     backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
     data = saved(larger, LONG)
     backend.import_state(8, backend.validate_state(data, 200), 200)
     output = go_on(backend, 1, [7], 3, start=200, loads=((Slot(1), 8, 200),))
     assert output == after(larger, 0, LONG[:200], 3)
-
-
-def test_more_cells_than_a_slot_has_are_refused_or_lost(make: MakeBackend) -> None:
-    backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
-    backend.import_state(8, backend.validate_state(saved(larger, LONG), 300), 300)
-    assert is_refused(backend, StepPlan((), loads=((Slot(1), 8, 300),)))
-    assert backend.run(StepPlan((), loads=((Slot(1), 8, 200),))).lost == (8,)
-    assert held(backend) == [0, 0, 0]
+    backend.import_state(9, backend.validate_state(data, 300), 300)
+    assert is_refused(backend, StepPlan((), loads=((Slot(2), 9, 300),)))
+    assert backend.run(StepPlan((), loads=((Slot(2), 9, 200),))).lost == (9,)
+    assert held(backend) == [0, 203, 0]
 
 
 # ---- layouts ----
@@ -274,12 +283,8 @@ def test_every_layout_is_found_out_and_its_cells_come_back_as_they_were(name: st
     assert found is not None
     assert len(found._parts) == len(LAYOUTS[name])
     assert found.cut(data, 1) is data
-
-
-@pytest.mark.parametrize("n_bytes", [0, 1, 4, 100])
-def test_layout_that_is_unknown_is_none(n_bytes: int) -> None:
-    data = np.frombuffer(b"ggsq\0\0\0\0" + cells_part(3) + b"\1" * n_bytes, np.uint8)
-    assert (read_format(data) is None) == (n_bytes > 0)
+    for n_bytes in (1, 4, 100):
+        assert read_format(np.append(data, np.ones(n_bytes, np.uint8))) is None
 
 
 def test_memory_of_an_unknown_layout_cannot_check_and_refuses_cells(
@@ -301,13 +306,8 @@ def why_refused(backend: LlamaBackend, data: NDArray[np.uint8], n_cells: int = 2
     return str(caught.value)
 
 
-def test_cells_of_another_shape_of_model_are_refused(make: MakeBackend) -> None:
-    backend, other = make("partitioned"), make("recurrent")
-    assert why_refused(backend, saved(other, PROMPT))
-    assert why_refused(other, saved(backend, PROMPT))
-
-
 OTHER_CELLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "another shape of model": ("recurrent", {}),
     "keys of another type": ("partitioned", KEYS_IN_BLOCKS),
     "keys and values of another type": (
         "partitioned",
@@ -328,7 +328,9 @@ OTHER_CELLS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_cells_of_other_settings_are_refused(make: MakeBackend, case: str) -> None:
     kind, given = OTHER_CELLS[case]
     backend, other = make("partitioned", flash_attn="off"), make(kind, **given)
-    assert "laid out in another way" in why_refused(backend, saved(other, PROMPT))
+    words = why_refused(backend, saved(other, PROMPT))
+    assert kind == "recurrent" or "laid out in another way" in words
+    assert kind != "recurrent" or why_refused(other, saved(backend, PROMPT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -411,12 +413,10 @@ def test_every_value_is_looked_at_that_is_loaded(make: MakeBackend, setting: str
     backend.validate_state(data, 19)  # the last cell alone has it
 
 
-@pytest.mark.parametrize("number", [np.inf, np.nan, -np.inf])
-def test_number_of_a_state_that_is_not_finite_is_refused(make: MakeBackend, number: float) -> None:
+def test_first_and_last_number_of_a_state_must_be_finite(make: MakeBackend) -> None:
     backend = make("recurrent")
-    data = saved(backend, PROMPT).copy()
-    start = first_number("recurrent")
-    for there in (start, len(data) - 4):
+    data = saved(backend, PROMPT)
+    for there, number in ((first_number("recurrent"), np.nan), (len(data) - 4, -np.inf)):
         damaged = data.copy()
         damaged[there : there + 4] = np.array([number], "<f4").view(np.uint8)
         assert "numbers" in why_refused(backend, damaged)

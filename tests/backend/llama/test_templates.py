@@ -98,18 +98,12 @@ def checked() -> Tools:
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_tools_reach_the_prompt(name: str) -> None:
-    chat = template(name)
-    assert chat.tool_refusal == ""
-    prompt = chat.render([USER], {"tools": [WEATHER]})
-    assert "get_weather" in prompt
-    assert "city" in prompt
-
-
-@pytest.mark.parametrize("name", WITH_TOOLS)
 def test_call_as_the_template_writes_it_is_read_as_that_call(name: str) -> None:
     chat, variables = template(name), {"tools": [WEATHER]}
+    assert chat.tool_refusal == ""
     prompt = chat.render([USER], variables)
+    assert "get_weather" in prompt
+    assert "city" in prompt
     after = chat.render([USER, ASKS, ANSWERS], variables)
     n_same = next(i for i, (a, b) in enumerate(zip(prompt + "\0", after, strict=False)) if a != b)
     written = after[n_same:]
@@ -117,17 +111,13 @@ def test_call_as_the_template_writes_it_is_read_as_that_call(name: str) -> None:
     answer = read(name, written, prompt, checked())
     assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [("get_weather", ARGUMENTS)]
     assert (answer.text, answer.warnings) == ("", ())
-
-
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_calls_and_their_answers_are_rendered_with_any_shape_of_message(name: str) -> None:
-    chat, variables = template(name), {"tools": [WEATHER]}
-    said: Message = {**ASKS, "content": "Let me see."}
-    for message in (ASKS, said):
-        prompt = chat.render([USER, message, ANSWERS], variables)
-        assert "sunny" in prompt
-        assert "None" not in prompt.replace("None.", "")
-        assert "'city'" not in prompt
+    for shown in (
+        after,
+        chat.render([USER, {**ASKS, "content": "Let me see."}, ANSWERS], variables),
+    ):
+        assert "sunny" in shown
+        assert "None" not in shown.replace("None.", "")
+        assert "'city'" not in shown
 
 
 @pytest.mark.parametrize("name", ["deepseek-ai-DeepSeek-V3.1", "chatml"])
@@ -137,22 +127,20 @@ def test_template_that_would_ignore_tools_is_named(name: str) -> None:
     assert refusal.startswith(f"template {name} does not show tools")
 
 
-def test_template_that_fails_with_tools_says_how() -> None:
-    text = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}"
-    assert "no tools here" in ChatTemplate(text).tool_refusal
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", "no tools here"),
+        (None, "no chat template"),
+    ],
+)
+def test_template_that_fails_with_tools_says_how(text: str | None, words: str) -> None:
+    assert words in ChatTemplate(text).tool_refusal
 
 
-def test_without_a_template_there_are_no_tools() -> None:
-    assert "no chat template" in ChatTemplate(None).tool_refusal
-
-
-def test_earlier_calls_that_a_template_would_drop_are_refused() -> None:
-    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", name="this template")
-    with pytest.raises(RequestFailedError, match="this template does not show the tool_calls"):
-        chat.render([USER, ASKS, ANSWERS])
-
-
-def test_template_that_drops_earlier_calls_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_drops_earlier_calls_is_refused_and_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[object] = []
     ask = Sandbox.ask
 
@@ -161,9 +149,9 @@ def test_template_that_drops_earlier_calls_is_tried_once(monkeypatch: pytest.Mon
         return ask(self, question)
 
     monkeypatch.setattr(Sandbox, "ask", counted)
-    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", name="this template")
     for _ in range(2):
-        with pytest.raises(RequestFailedError, match="does not show the tool_calls"):
+        with pytest.raises(RequestFailedError, match="this template does not show the tool_calls"):
             chat.render([USER, ASKS, ANSWERS])
     assert len(asked) == 4
 
@@ -226,17 +214,19 @@ def test_variables_open_and_close_thinking(name: str, kwargs: dict[str, Any], en
     assert read(name, "a</think>b" if opened else "b", prompt).reasoning == ("a" if opened else "")
 
 
-@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "GLM-4.6", "deepseek-ai-DeepSeek-V3.1"])
-def test_thinking_is_split_off(name: str) -> None:
-    prompt = template(name).render([USER])
-    assert read(name, "<think>\nhm\n</think>\n\nYes.", prompt) == Answer("Yes.", "hm")
-
-
 @pytest.mark.parametrize(
-    "name", ["Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407"]
+    ("name", "thought"),
+    [
+        *((name, "hm") for name in ("Qwen-Qwen3-0.6B", "GLM-4.6", "deepseek-ai-DeepSeek-V3.1")),
+        ("Qwen-Qwen2.5-7B-Instruct", ""),
+        ("mistralai-Mistral-Nemo-Instruct-2407", ""),
+    ],
 )
-def test_template_without_thinking_splits_nothing(name: str) -> None:
-    assert read(name, "<think>hm</think>Yes.") == Answer("<think>hm</think>Yes.")
+def test_thinking_is_split_off_where_the_template_has_it(name: str, thought: str) -> None:
+    said = "<think>\nhm\n</think>\n\nYes."
+    prompt = template(name).render([USER])
+    expected = Answer("Yes.", thought) if thought else Answer(said)
+    assert read(name, said, prompt if thought else "") == expected
 
 
 def test_large_program_keeps_the_process_of_its_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ import cbatch
 from cbatch.backend.load.checkpoint_budget import most_mib
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import SynthFactory
 
 GIB = 2**30
@@ -25,15 +23,10 @@ def test_budget_is_a_share_of_what_is_free(n_free: int | None, n_sharing: int, n
     assert most_mib(n_free, n_sharing) == n_mib
 
 
-def test_no_budget_says_what_it_costs(
-    synth: SynthFactory, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("shape", "is_told"), [("mamba", True), ("test", False)])
+def test_no_budget_says_what_it_costs_where_memory_cannot_be_cut(
+    synth: SynthFactory, caplog: pytest.LogCaptureFixture, shape: str, is_told: bool
 ) -> None:
-    cbatch.load(synth("mamba"), parallel=2, checkpoint_mib=0).close()
-    assert "computed again for each" in caplog.text
-
-
-def test_memory_that_can_be_cut_needs_no_budget(
-    test_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cbatch.load(test_model, parallel=2, checkpoint_mib=0).close()
-    assert "checkpoint_mib" not in caplog.text
+    cbatch.load(synth(shape), parallel=2, checkpoint_mib=0).close()
+    assert ("computed again for each" in caplog.text) == is_told
+    assert ("checkpoint_mib" in caplog.text) == is_told

@@ -12,7 +12,7 @@ import pytest
 
 from cbatch.backend.load import devices
 from cbatch.backend.load.devices import add_servers, free_on_devices
-from cbatch.backend.load.open_model import open_model, place
+from cbatch.backend.load.open_model import _SPLIT_MODES, open_model, place
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 
@@ -141,6 +141,13 @@ def test_placement_reaches_llama_s_parameters() -> None:
     assert (params.n_gpu_layers, params.split_mode, params.main_gpu) == (3, 2, 1)
     n_most = llama_cpp.llama_max_devices()
     assert list(params.tensor_split[:n_most]) == [1.0, 3.0, *[0.0] * (n_most - 2)]
+    for name, mode in _SPLIT_MODES.items():
+        assert getattr(llama_cpp, f"LLAMA_SPLIT_MODE_{name.upper()}") == mode
+    params, default = (llama_cpp.llama_model_default_params() for _ in range(2))
+    place(params, EngineOptions())
+    for name in ("n_gpu_layers", "split_mode", "main_gpu"):
+        assert getattr(params, name) == getattr(default, name)
+    assert not params.tensor_split
 
 
 @pytest.mark.parametrize("n_layers", [99, -1])
@@ -156,21 +163,6 @@ def test_layers_for_no_device_are_said_in_the_log(
     assert not caplog.records
     place(params, EngineOptions(n_gpu_layers=n_layers))
     assert f"n_gpu_layers={n_layers} has no effect" in caplog.text
-
-
-def test_placement_of_nothing_is_llama_s_own() -> None:
-    params, default = (llama_cpp.llama_model_default_params() for _ in range(2))
-    place(params, EngineOptions())
-    for name in ("n_gpu_layers", "split_mode", "main_gpu"):
-        assert getattr(params, name) == getattr(default, name)
-    assert not params.tensor_split
-
-
-def test_split_modes_are_llama_s() -> None:
-    from cbatch.backend.load.open_model import _SPLIT_MODES
-
-    for name, mode in _SPLIT_MODES.items():
-        assert getattr(llama_cpp, f"LLAMA_SPLIT_MODE_{name.upper()}") == mode
 
 
 def test_more_shares_than_devices_are_refused() -> None:

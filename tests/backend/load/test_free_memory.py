@@ -54,27 +54,24 @@ def limit(group: Path, most: str, taken: int, of_files: int = 0) -> None:
     (group / "memory.stat").write_text(f"anon 7\nactive_file {of_files}\ninactive_file 1\n")
 
 
-def test_machine_tells_what_is_free(system: Path) -> None:
-    assert host_free("m") == 1000 * 1024
-
-
 @pytest.mark.parametrize("group", ["", "a", "a/b"])
-def test_narrowest_group_around_the_process_counts(system: Path, group: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "n_free"),
+    [
+        (("500000", 200_000), 300_001),
+        (("500000", 400_000, 300_000), 400_001),  # files in memory count as free
+        (("100", 200), 0),
+    ],
+)
+def test_narrowest_group_around_the_process_counts(
+    system: Path, group: str, given: tuple[Any, ...], n_free: int
+) -> None:
+    assert host_free("m") == 1000 * 1024
     for folder in ("", "a", "a/b"):
         limit(system / "groups" / folder, "max", 10**9)
     limit(system / "groups/a/b/c", "1", 0)
-    limit(system / "groups" / group, "500000", 200_000)
-    assert host_free("m") == 300_001
-
-
-def test_files_in_memory_count_as_free(system: Path) -> None:
-    limit(system / "groups/a/b", "500000", 400_000, of_files=300_000)
-    assert host_free("m") == 400_001
-
-
-def test_group_that_is_full_leaves_nothing(system: Path) -> None:
-    limit(system / "groups/a/b", "100", 200)
-    assert host_free("m") == 0
+    limit(system / "groups" / group, *given)
+    assert host_free("m") == n_free
 
 
 def test_mapped_weights_stay_in_memory(system: Path) -> None:
@@ -138,24 +135,35 @@ def free(n_unloaded: int = 0, offload_kqv: bool = True, **placement: Any) -> int
     return free_for_cells(model, EngineOptions(offload_kqv=offload_kqv), n_unloaded=n_unloaded)
 
 
-def test_cells_are_on_the_host_without_devices(pretend: Pretend) -> None:
-    pretend(1000)
-    assert free() == 1000
-    assert free(n_gpu_layers=99) == 1000
-    assert free(n_unloaded=300) == 700
-    assert free(n_unloaded=3000) == 0
-
-
-def test_cells_are_on_all_devices_together(pretend: Pretend) -> None:
-    pretend(10, 600, 400)
-    assert free() == free(n_gpu_layers=-1) == free(n_gpu_layers=5) == 1000
-    assert free(n_unloaded=100) == 900
-
-
-def test_cells_stay_on_the_host_when_asked(pretend: Pretend) -> None:
-    pretend(10, 600, 400)
-    assert free(offload_kqv=False) == free(n_gpu_layers=0) == 10
-    assert free(n_gpu_layers=1) == 10  # the output's layer is the first to go
+@pytest.mark.parametrize(
+    ("there", "given", "n_free"),
+    [
+        ((1000,), {}, 1000),  # there are no devices
+        ((1000,), {"n_gpu_layers": 99}, 1000),
+        ((1000,), {"n_unloaded": 300}, 700),
+        ((1000,), {"n_unloaded": 3000}, 0),
+        ((10, 600, 400), {}, 1000),
+        ((10, 600, 400), {"n_gpu_layers": -1}, 1000),
+        ((10, 600, 400), {"n_gpu_layers": 5}, 1000),
+        ((10, 600, 400), {"n_unloaded": 100}, 900),
+        ((10, 600, 400), {"offload_kqv": False}, 10),
+        ((10, 600, 400), {"n_gpu_layers": 0}, 10),
+        ((10, 600, 400), {"n_gpu_layers": 1}, 10),  # the output's layer is the first to go
+        ((300, 400), {"n_gpu_layers": 3}, 600),  # two layers of four on each side
+        ((900, 400), {"n_gpu_layers": 3}, 800),
+        ((10, 600, 400), {"split_mode": "none", "main_gpu": 1}, 400),
+        ((10, 600, 400), {"split_mode": "none"}, 600),
+        ((10, 600, 400), {"tensor_split": (1.0, 3.0)}, 533),  # the scarcest decides
+        ((10, 600, 400), {"tensor_split": (1.0,)}, 600),
+        ((None,), {}, None),
+        ((None, 400), {"n_gpu_layers": 3}, 800),
+    ],
+)
+def test_free_memory_is_that_of_the_places_of_cells(
+    pretend: Pretend, there: tuple[int | None, ...], given: dict[str, Any], n_free: int | None
+) -> None:
+    pretend(*there)
+    assert free(**given) == n_free
 
 
 def test_share_on_host_is_that_of_its_layers(pretend: Pretend) -> None:
@@ -164,29 +172,3 @@ def test_share_on_host_is_that_of_its_layers(pretend: Pretend) -> None:
     assert share_on_host(model, EngineOptions()) == 1.0
     pretend(10, 600)
     assert share_on_host(model, EngineOptions()) == 0.75
-
-
-def test_scarcer_place_of_layers_on_both_decides(pretend: Pretend) -> None:
-    pretend(300, 400)
-    assert free(n_gpu_layers=3) == 600  # two layers of four on each side
-    pretend(900, 400)
-    assert free(n_gpu_layers=3) == 800
-
-
-def test_one_device_is_the_one_that_was_named(pretend: Pretend) -> None:
-    pretend(10, 600, 400)
-    assert free(split_mode="none", main_gpu=1) == 400
-    assert free(split_mode="none") == 600
-
-
-def test_shares_of_devices_decide_by_the_scarcest(pretend: Pretend) -> None:
-    pretend(10, 600, 400)
-    assert free(tensor_split=(1.0, 3.0)) == 533
-    assert free(tensor_split=(1.0,)) == 600
-
-
-def test_free_memory_that_nobody_tells_is_no_limit(pretend: Pretend) -> None:
-    pretend(None)
-    assert free() is None
-    pretend(None, 400)
-    assert free(n_gpu_layers=3) == 800

@@ -51,21 +51,15 @@ def test_note_for_other_settings_is_not_used(name: str, parts: tuple[str, ...]) 
     assert notes.read(name, *parts) is None
 
 
-def test_note_for_another_processor_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", ["processor", "instructions", "variable"])
+def test_note_for_another_machine_is_not_used(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     notes.write("8 rows", "shape", *PARTS)
-    monkeypatch.setattr(notes, "device_names", lambda: ["another processor"])
-    assert notes.read("shape", *PARTS) is None
-
-
-def test_note_for_other_instructions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes.write("8 rows", "shape", *PARTS)
-    monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX9 = 1")
-    assert notes.read("shape", *PARTS) is None
-
-
-def test_note_under_another_variable_of_ggml_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes.write("8 rows", "shape", *PARTS)
-    monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
+    if other == "processor":
+        monkeypatch.setattr(notes, "device_names", lambda: ["another processor"])
+    elif other == "instructions":
+        monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX9 = 1")
+    else:
+        monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
     assert notes.read("shape", *PARTS) is None
 
 

@@ -154,13 +154,9 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 def test_file_of_other_bytes_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
     assert reason in _refusal(tmp_path / "a.gguf")
-
-
-@pytest.mark.real
-def test_refusal_by_llama_quotes_its_last_errors(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"GGUF\x09\0\0\0" + b"\0" * 64)
-    with pytest.raises(ModelLoadError, match=r"refuses it: [^|]+ \| [^|]+ \| [^|]+$"):
-        cbatch.load(tmp_path / "a.gguf")
+    if reason == "llama.cpp refuses":  # a load quotes its last errors
+        with pytest.raises(ModelLoadError, match=r"refuses it: [^|]+ \| [^|]+ \| [^|]+$"):
+            cbatch.load(tmp_path / "a.gguf")
 
 
 def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
@@ -192,13 +188,6 @@ def test_model_that_llama_wrote_loads_and_is_the_same(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", [0, 2**32 - 1])
-def test_model_with_pooling_none_or_unspecified_is_accepted(synth: SynthFactory, kind: int) -> None:
-    with closing(open_model(synth("test", metadata={"llama.pooling_type": kind}))) as model:
-        assert model.metadata["llama.pooling_type"] == str(kind)
-        assert len(model.vocab.tokenize("Once")) > 0
-
-
 # --- models that cannot generate text ---
 
 
@@ -221,6 +210,8 @@ def test_model_that_cannot_generate_is_refused(
     ("metadata", "reason", "pooling"),
     [
         ({"llama.attention.causal": False}, "non-causal", None),
+        ({"llama.pooling_type": 0}, "", None),
+        ({"llama.pooling_type": 2**32 - 1}, "", None),
         *(
             ({"llama.pooling_type": i + 1}, "pools", pooling)
             for i, pooling in enumerate(("mean", "cls", "last", "rank"))
@@ -232,6 +223,7 @@ def test_model_that_pools_is_for_embeddings_alone(
 ) -> None:
     with closing(open_model(synth("test", metadata=metadata))) as model:
         assert reason in model.why_not_generative
+        assert bool(model.why_not_generative) == bool(reason)
         assert (model.can_embed, model.pooling) == (True, pooling)
 
 
@@ -292,10 +284,9 @@ print(n_refused)
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_damaged_files_never_end_the_process(synth: SynthFactory, seed: int) -> None:
+def test_damaged_files_never_end_the_process(synth: SynthFactory) -> None:
     base = synth("test", n_layer=1, n_embd=32, n_head=1, n_ff=32, n_vocab=400)
-    command = [sys.executable, "-c", FUZZ, str(base), str(seed)]
+    command = [sys.executable, "-c", FUZZ, str(base), "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.splitlines()[-1]) > 80

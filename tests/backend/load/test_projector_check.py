@@ -29,21 +29,18 @@ except cbatch.ModelLoadError as error:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SOUND_KINDS, *MIXED_KINDS])
-def test_projector_that_lacks_its_last_byte_is_refused(tmp_path: Path, kind: str) -> None:
+def test_projector_that_lacks_its_last_byte_is_refused(
+    showing_model: Path, tmp_path: Path, kind: str
+) -> None:
     path = write_projector(tmp_path / "p.gguf", 64, kind=kind)
     whole = path.read_bytes()
     assert read_projector_file(str(path)).n_bytes == len(whole)
     path.write_bytes(whole[:-1])
     with pytest.raises(ModelLoadError, match=r"p\.gguf is cut off or damaged: it has .* bytes"):
         read_projector_file(str(path))
-
-
-def test_cut_projector_is_refused_at_load(showing_model: Path, tmp_path: Path) -> None:
-    """libmtmd takes it, and computes with whatever was in memory."""
-    path = write_projector(tmp_path / "p.gguf", 64)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelLoadError, match="is cut off or damaged"):
-        cbatch.load(showing_model, mmproj=path, parallel=1, ctx_per_seq=64)
+    if kind == KINDS[0]:  # libmtmd takes it, and computes with whatever was in memory
+        with pytest.raises(ModelLoadError, match="is cut off or damaged"):
+            cbatch.load(showing_model, mmproj=path, parallel=1, ctx_per_seq=64)
 
 
 def test_projector_that_lacks_a_tensor_ends_no_process(showing_model: Path, tmp_path: Path) -> None:

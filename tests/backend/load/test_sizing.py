@@ -19,7 +19,7 @@ from cbatch.backend.llama.layout import Footprint
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load import attention, sizing
-from cbatch.backend.load.loader import describe_model, load_backend
+from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.sizing import (
     COMMON_FOR_UNIFIED,
@@ -85,24 +85,33 @@ def tokens(n: int, first: int = 300, **options: Any) -> BatchPrompt:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "n_cells", "chosen"),
+    ("parallel", "n_most", "fits", "chosen"),
     [
-        (None, 16 * 2048, SlotSizes(16, 2048)),
-        (None, 10**9, SlotSizes(16, 2048)),
-        (None, 16 * 2048 - 1, SlotSizes(15, 2048)),
-        (None, 2 * 2048 - 1, SlotSizes(1, 2048)),
-        (None, 2048 - 1, SlotSizes(1, 1792)),
-        (None, 256, SlotSizes(1, 256)),
-        (8, 8 * 2048, SlotSizes(8, 2048)),
-        (8, 8 * 2048 - 1, SlotSizes(8, 1792)),
-        (64, 64 * 256, SlotSizes(64, 256)),
-        (100, 100 * 2048, SlotSizes(100, 2048)),
+        (None, 2048, room(16 * 2048), SlotSizes(16, 2048)),
+        (None, 2048, room(10**9), SlotSizes(16, 2048)),
+        (None, 2048, room(16 * 2048 - 1), SlotSizes(15, 2048)),
+        (None, 2048, room(2 * 2048 - 1), SlotSizes(1, 2048)),
+        (None, 2048, room(2048 - 1), SlotSizes(1, 1792)),
+        (None, 2048, room(256), SlotSizes(1, 256)),
+        (8, 2048, room(8 * 2048), SlotSizes(8, 2048)),
+        (8, 2048, room(8 * 2048 - 1), SlotSizes(8, 1792)),
+        (64, 2048, room(64 * 256), SlotSizes(64, 256)),
+        (100, 2048, room(100 * 2048), SlotSizes(100, 2048)),
+        # states count for each slot
+        (None, 2048, room(8 * 2048 + 8, n_state_bytes=KIB_A_CELL), SlotSizes(8, 2048)),
+        (None, 2048, Room(Footprint(0, 100), 1000), SlotSizes(10, 2048)),
+        # what nobody knows is no limit
+        *(
+            (parallel, 4096, unknown, SlotSizes(parallel or 16, 4096))
+            for parallel in (None, 256)
+            for unknown in (room(None), Room(None, 5), Room(None, None))
+        ),
     ],
 )
 def test_slots_give_way_unless_they_were_said_and_then_the_window(
-    parallel: int | None, n_cells: int, chosen: SlotSizes
+    parallel: int | None, n_most: int, fits: Room, chosen: SlotSizes
 ) -> None:
-    assert choose_sizes(parallel, 2048, room(n_cells)) == chosen
+    assert choose_sizes(parallel, n_most, fits) == chosen
 
 
 @pytest.mark.parametrize(
@@ -121,24 +130,6 @@ def test_nothing_that_fits_is_an_error_with_numbers_and_ways_out(
         *("memory_mib", "parallel", "cache_type_k", "ctx_per_seq"),
     ):
         assert part in words
-
-
-@pytest.mark.parametrize("unknown", [room(None), Room(None, 5), Room(None, None)])
-def test_what_nobody_knows_is_no_limit(unknown: Room) -> None:
-    assert choose_sizes(None, 4096, unknown) == SlotSizes(16, 4096)
-    assert choose_sizes(256, 4096, unknown) == SlotSizes(256, 4096)
-
-
-def test_states_count_for_each_slot() -> None:
-    few = room(8 * 2048 + 8, n_state_bytes=KIB_A_CELL)
-    assert choose_sizes(None, 2048, few) == SlotSizes(8, 2048)
-    states_alone = Room(Footprint(0, 100), 1000)
-    assert choose_sizes(None, 2048, states_alone) == SlotSizes(10, 2048)
-
-
-def test_window_counts_as_llama_rounds_it_up() -> None:
-    assert room(4 * 512).most_slots(300) == 4
-    assert room(4 * 512 - 1).most_slots(300) == 3
 
 
 @given(st.integers(1, 20), st.integers(1, 5000), st.integers(0, 40_000))
@@ -173,44 +164,61 @@ def test_window_is_what_prompts_need(
     assert wanted_window(demand, n_trained) == n_window
 
 
-def test_yarn_widens_what_a_model_is_made_for(model: LlamaModel) -> None:
+def test_yarn_widens_what_a_model_is_made_for(model: LlamaModel, synth: SynthFactory) -> None:
     assert trained_window(model, EngineOptions()) == 32768
-    yarn = EngineOptions(rope_scaling="yarn", rope_freq_scale=0.25)
+    sizes: dict[str, Any] = {"parallel": 1, "ctx_per_seq": 256, "n_threads": 1}
+    yarn = EngineOptions(rope_scaling="yarn", rope_freq_scale=0.25, **sizes)
     assert trained_window(model, yarn) == 4 * 32768
+    with closing(open_model(synth("test"))) as opened:  # as llama.cpp corrects its own number
+        LlamaBackend(opened, Tuning(yarn), owns_model=False).close()
+        assert llama_cpp.llama_model_n_ctx_train(opened.pointer) == 4 * 32768
     assert trained_window(model, EngineOptions(rope_scaling="yarn")) == 32768
     said = EngineOptions(rope_scaling="yarn", rope_freq_scale=0.5, yarn_orig_ctx=1000)
     assert trained_window(model, said) == 2000
 
 
-def test_llama_corrects_its_own_number_as_we_do(synth: SynthFactory) -> None:
-    settings: Any = {"rope_scaling": "yarn", "rope_freq_scale": 0.25}
-    options = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, **settings)
-    with closing(open_model(synth("test"))) as opened:
-        n_expected = trained_window(opened, options)
-        with closing(LlamaBackend(opened, Tuning(options), owns_model=False)):
-            assert llama_cpp.llama_model_n_ctx_train(opened.pointer) == n_expected
-
-
 # ---- prompts that come ----
 
 
-def test_demand_is_that_of_the_longest_with_its_output(model: LlamaModel) -> None:
-    ahead = look(tokens(100, max_tokens=50), tokens(90, max_tokens=70), max_tokens=7)
-    assert read_profile(model.vocab, ahead) == WorkloadProfile(
-        160, 90 / 2, (150 + 160) / 2, is_all=True
-    )
-    assert read_profile(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
+PICTURE = BatchPrompt(
+    [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": bytes(30_000)}, {"type": "text", "text": "Hm?"}],
+        }
+    ]
+)
 
 
-def test_answers_to_one_prompt_have_all_of_it_in_common(model: LlamaModel) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "options", "n_window"),
+    [
+        ([tokens(100, max_tokens=50), tokens(90, max_tokens=70)], {"max_tokens": 7}, 160),
+        ([tokens(100)], {"max_tokens": 7}, 107),
+        ([tokens(100)], {}, 2048),
+        ([tokens(3000)], {}, 3000 + 512),
+        ([BatchPrompt(prompt="half \ud83d"), tokens(10)], {"max_tokens": 5}, 15),
+        ([BatchPrompt(prompt="half \ud83d")], {}, 0),
+        ([PICTURE], {"max_tokens": 1}, DEFAULT_WINDOW),
+    ],
+    ids=["longest", "cap of all", "no cap", "long", "one unreadable", "unreadable", "picture"],
+)
+def test_window_of_prompts_is_that_of_the_longest_with_its_output(
+    model: LlamaModel, prompts: list[BatchPrompt], options: dict[str, Any], n_window: int
+) -> None:
+    assert read_profile(model.vocab, look(*prompts, **options)).n_window == n_window
+
+
+def test_prompts_that_are_looked_at_are_counted_with_their_answers(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ahead = look(tokens(100, max_tokens=50, best_of=3), tokens(90, max_tokens=70))
-    n_common, n_cells = (90 + 2 * 100) / 4, (3 * 150 + 160) / 4
+    n_common, n_cells = (90 + 2 * 100) / 4, (3 * 150 + 160) / 4  # answers to one prompt share it
     assert read_profile(model.vocab, ahead) == WorkloadProfile(160, n_common, n_cells, is_all=True)
-
-
-def test_prompt_without_a_cap_may_go_on_as_far_as_ever(model: LlamaModel) -> None:
-    assert read_profile(model.vocab, look(tokens(100))).n_window == 2048
-    assert read_profile(model.vocab, look(tokens(3000))).n_window == 3000 + 512
+    monkeypatch.setattr(sizing, "N_LOOKED_AT", 2)
+    some = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
+    found = WorkloadProfile(21, 10 / 2, (11 + 21) / 2, is_all=False)
+    assert read_profile(model.vocab, some) == found
 
 
 def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
@@ -222,22 +230,6 @@ def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
         == n_text + 1
     )
     assert read_profile(model.vocab, look(BatchPrompt(chat), max_tokens=1)).n_window == n_chat + 1
-
-
-def test_prompt_that_cannot_be_read_is_left_to_its_own_error(model: LlamaModel) -> None:
-    bad = BatchPrompt(prompt="half \ud83d")
-    assert read_profile(model.vocab, look(bad, tokens(10), max_tokens=5)).n_window == 15
-    assert read_profile(model.vocab, look(bad)) == WorkloadProfile(is_all=True)
-
-
-def test_no_more_prompts_are_read_than_are_looked_at(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizing, "N_LOOKED_AT", 2)
-    ahead = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
-    assert read_profile(model.vocab, ahead) == WorkloadProfile(
-        21, 10 / 2, (11 + 21) / 2, is_all=False
-    )
 
 
 @pytest.mark.parametrize(
@@ -270,11 +262,13 @@ def test_one_pool_is_for_much_in_common_where_it_may_be() -> None:
     assert chosen(n, n, has_states=True) == "partitioned"
 
 
-def test_look_ahead_of_other_things_is_refused() -> None:
+def test_look_ahead_of_other_things_is_refused(test_model: Path) -> None:
     wrong: list[Any] = [[BatchPrompt(prompt="a")], [("a", RunOptions())], [(tokens(3), {})], [1]]
     for pairs in wrong:
         with pytest.raises(ConfigError, match="pairs of a BatchPrompt"):
             LookAhead(pairs)
+    with pytest.raises(ConfigError, match="look_ahead"):
+        cbatch.load(test_model, look_ahead=wrong[0])
 
 
 # ---- options, settled ----
@@ -325,9 +319,14 @@ def test_window_that_was_said_is_tried_even_where_it_does_not_fit(model: LlamaMo
 
 
 def test_cells_that_the_host_cannot_hold_are_refused_with_numbers(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+    model: LlamaModel, test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = EngineOptions(parallel=2, ctx_per_seq=2**20)
+    monkeypatch.setattr(sizing, "host_most", lambda: MIB)
+    with pytest.raises(ModelLoadError, match=r"and 1\.0 MiB are free"):
+        cbatch.load(test_model, parallel=1, ctx_per_seq=2**16)
+    described = describe_model(test_model, EngineOptions(ctx_per_seq=2**16), asks_probe=False)
+    assert described["n_memory_bytes"] > MIB
     monkeypatch.setattr(sizing, "host_most", lambda: 511 * MIB)
     with pytest.raises(ModelLoadError, match="2,097,152 cells for 2 slots") as caught:
         check_fits(model, said, Room(Footprint(256), None))
@@ -337,18 +336,6 @@ def test_cells_that_the_host_cannot_hold_are_refused_with_numbers(
     check_fits(model, said, Room(None, None))
     monkeypatch.setattr(sizing, "host_most", lambda: 512 * MIB)
     check_fits(model, said, Room(Footprint(256), None))
-
-
-def test_load_refuses_what_the_host_cannot_hold(
-    test_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizing, "host_most", lambda: MIB)
-    with pytest.raises(ModelLoadError, match=r"and 1\.0 MiB are free"):
-        cbatch.load(test_model, parallel=1, ctx_per_seq=2**16)
-    found = describe_model(
-        test_model, EngineOptions(parallel=1, ctx_per_seq=2**16), asks_probe=False
-    )
-    assert found["n_memory_bytes"] > MIB
 
 
 def test_less_than_wanted_is_said_in_the_log(
@@ -368,39 +355,34 @@ def test_less_than_wanted_is_said_in_the_log(
     assert said.startswith("3 slots of 4096 tokens, for 16 of 4096")
 
 
-@pytest.mark.parametrize(("settings", "n_budget"), [({}, 5000), ({"memory_mib": 7}, 7 * MIB)])
+@pytest.mark.parametrize(
+    ("settings", "n_projector", "n_free", "n_budget"),
+    [
+        ({}, None, 10_000, 5000),
+        ({"memory_mib": 7}, None, 10_000, 7 * MIB),
+        ({}, 3000, 10_000, 3500),
+        ({}, None, None, None),
+    ],
+    ids=["half", "said", "beside a projector", "unknown"],
+)
 def test_budget_is_what_was_said_or_half_of_what_is_free(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], n_budget: int
+    model: LlamaModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    n_projector: int | None,
+    n_free: int | None,
+    n_budget: int | None,
 ) -> None:
-    asked: list[int] = []
-
-    def free(model: object, options: object, *, n_unloaded: int) -> int:
-        asked.append(n_unloaded)
-        return 10_000
+    def free(model: object, options: object, *, n_unloaded: int) -> int | None:
+        return None if n_free is None else n_free - n_unloaded
 
     monkeypatch.setattr(sizing, "free_for_cells", free)
-    found = find_room(model, EngineOptions.of(settings), n_unloaded=3)
-    assert (found.n_budget, found.n_free, asked) == (n_budget, 10_000, [3])
-    assert found.footprint == Footprint(256)
-
-
-def test_budget_leaves_room_for_a_projector(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sizing, "free_for_cells", lambda *args, n_unloaded: 10_000 - n_unloaded)
-    projector = tmp_path / "p.gguf"
-    for n, n_budget in ((0, 5000), (3000, 3500)):
-        projector.write_bytes(bytes(n))
-        assert find_room(model, EngineOptions.of({"mmproj": projector})).n_budget == n_budget
-    projector.unlink()
-    assert find_room(model, EngineOptions.of({"mmproj": projector})).n_budget == 5000
-
-
-def test_free_memory_that_nobody_tells_gives_no_budget(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizing, "free_for_cells", lambda *args, **more: None)
-    assert find_room(model, EngineOptions()).n_budget is None
+    if n_projector is not None:
+        (tmp_path / "p.gguf").write_bytes(bytes(n_projector))
+    projector = None if n_projector is None else tmp_path / "p.gguf"
+    found = find_room(model, EngineOptions.of({**settings, "mmproj": projector}))
+    assert (found.n_budget, found.footprint) == (n_budget, Footprint(256))
 
 
 # ---- from load on ----
@@ -457,20 +439,6 @@ def test_engine_is_made_to_the_measure_of_prompts(test_model: Path) -> None:
         assert engine.n_window == 512
 
 
-def test_prompts_with_much_in_common_share_one_pool(test_model: Path) -> None:
-    options = EngineOptions(parallel=2, n_threads=1)
-    backend, _ = load_backend(test_model, options, look(*ALIKE))
-    with closing(backend):
-        assert backend.memory.kind == "unified"
-        assert backend.memory.n_cells == 2 * 768
-
-
-def test_look_ahead_of_another_type_is_refused(test_model: Path) -> None:
-    wrong: Any = ["a"]
-    with pytest.raises(ConfigError, match="look_ahead"):
-        cbatch.load(test_model, look_ahead=wrong)
-
-
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [
@@ -492,11 +460,3 @@ def test_load_warns_once_of_windows_beyond_the_trained_length(
         said = [r.getMessage() for r in caplog.records if "was trained for" in r.getMessage()]
     words = "a slot holds 512 tokens, but the model was trained for 200: "
     assert [line.startswith(words) for line in said] == [True] * is_warned
-
-
-def test_picture_counts_as_no_text_and_has_the_usual_room(model: LlamaModel) -> None:
-    content = [{"type": "image", "image": bytes(30_000)}, {"type": "text", "text": "Hm?"}]
-    seen = BatchPrompt([{"role": "user", "content": content}])
-    profile = read_profile(model.vocab, look(seen, max_tokens=1))
-    assert profile.n_window == DEFAULT_WINDOW
-    assert profile.n_cells < 100

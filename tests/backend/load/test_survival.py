@@ -49,6 +49,7 @@ def test_crash_and_survival_are_remembered_and_nothing_else(
     asked = processes(code)
     assert [survives(model, OPTIONS) for _ in range(2)] == [is_alive] * 2
     assert len(asked) == n_tried
+    assert (find_surviving(model, OPTIONS) is OPTIONS) == is_alive
 
 
 def test_process_has_as_many_sequences_and_graphs_as_large(
@@ -69,15 +70,6 @@ def test_fewer_and_fewer_slots_are_tried_and_last_one_at_a_time(
     assert found.parallel == 1
     sizes = [(o["parallel"], o["n_ubatch"]) for o in asked]
     assert sizes == [(12, 512), (12, 504), (8, 512), (4, 512), (2, 512)]
-
-
-def test_options_stay_as_they_are_where_nothing_crashes(
-    model: LlamaModel, processes: Callable[[str], list[dict[str, Any]]]
-) -> None:
-    processes(ENDS)
-    assert find_surviving(model, OPTIONS) is OPTIONS
-    one = EngineOptions(parallel=1)
-    assert find_surviving(model, one) is one
 
 
 def test_file_of_a_borrowed_model_is_tried(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXPERTS = {"n_expert": 4, "n_expert_used": 2}
 
-PLAIN, MIXED = ("f32", "f16", "bf16", "q8_0", "q4_0"), ("q4_k_m", "iq4_xs", "q6_k")
+PLAIN, MIXED = ("f16", "bf16", "q8_0", "q4_0"), ("q4_k_m", "iq4_xs")
 
 
 @pytest.mark.parametrize(
