@@ -37,12 +37,13 @@ Source: `cbatch.bench.experiments.beside_loops`.
 MOST_OF_OTHER = 0.95
 """A gain: a trial's steps take at most this much of those before it. Less is noise."""
 
-MOST_IF_WAITED = 0.75
-"""The same for long waits where others had cores meanwhile: their noise is larger. Such a gain is never clear."""
+MOST_IF_WAITED, WAITED_TRIAL_S = 0.75, 1.0
+"""The same for long waits where others had cores meanwhile, and the seconds of such a trial: which threads share a core
+with other programs changes only now and then, and sometimes long waits do no harm for a while."""
 
 UP_WAIT_S, DOWN_WAIT_S = 0.5, 1.0
-"""Shortest seconds before a trial of what is best alone, twice as many after one that failed; and between two of what
-is better beside other programs."""
+"""Shortest seconds before a trial of what is best alone, twice as many after one that failed, and four times as many as
+that took; and between two of what is better beside other programs."""
 
 WAIT_FOR_LOST = 20
 """A trial without a gain is repeated no sooner than after so many times the seconds that it cost."""
@@ -200,8 +201,11 @@ class ElasticThreads:
         """Take over the trial's setting if its steps are faster; go on if it is too early to say."""
         share, are_alike = trial.share_of(self._window)
         would_wait = self._would_wait(trial)
-        is_clear = share is not None and (share > 1 / CLEAR or (share < CLEAR and not would_wait))
-        if trial.spent_s < (CLEAR_S if is_clear and are_alike else TRIAL_S):
+        is_clear = are_alike and share is not None and (share > 1 / CLEAR or share < CLEAR)
+        least_s = CLEAR_S if is_clear else TRIAL_S
+        if would_wait and share is not None and share < 1:
+            least_s = WAITED_TRIAL_S
+        if trial.spent_s < least_s:
             return
         is_up = trial.setting == self._best_alone or trial.setting.n_threads > self._now.n_threads
         # beside other programs waits are short unless long ones are faster
@@ -217,7 +221,7 @@ class ElasticThreads:
             lost_s = trial.spent_s * (1 - 1 / share) if share and share > 1 else 0.0
             if is_up:
                 self._n_failed_ups += 1
-                self._up_wait_s = max(2 * UP_WAIT_S, WAIT_FOR_LOST * lost_s)
+                self._up_wait_s = max(2 * UP_WAIT_S, 4 * trial.spent_s, WAIT_FOR_LOST * lost_s)
             else:
                 wait_s = max(DOWN_WAIT_S, WAIT_FOR_LOST * lost_s)
                 self._down_wait_s = wait_s * 2 ** min(self._n_failed_downs, MOST_DOUBLED)
