@@ -209,7 +209,8 @@ def best_replicas(model: Any, options: EngineOptions) -> int:
     """Return how many worker processes compute a model fastest here; 1 where dividing the cores does not pay."""
     use_library(options.library)
     from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
-    from cbatch.worker.placement import choose_replicas, my_cores, nodes_of
+    from cbatch.support.taken_cores import my_cores
+    from cbatch.worker.placement import choose_replicas, nodes_of
     from cbatch.worker.start import divisible
 
     n_bytes = n_bytes_on_cpu(model, options)

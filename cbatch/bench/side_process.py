@@ -27,7 +27,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-from cbatch.worker.placement import my_cores
+from cbatch.support.taken_cores import my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

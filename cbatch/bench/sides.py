@@ -20,7 +20,7 @@ from cbatch.errors import CBatchError, ConfigError
 from cbatch.support.interrupts import run_async
 from cbatch.support.prefix_index import n_common
 from cbatch.support.processes import command_of, environment
-from cbatch.worker.placement import my_cores
+from cbatch.support.taken_cores import my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.text_work import TextCall
 from cbatch.errors import ConfigError
-from cbatch.worker.placement import my_cores
+from cbatch.support.taken_cores import my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

@@ -11,16 +11,9 @@ from pathlib import Path
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import shown
+from cbatch.support.taken_cores import TakenCores
 
 _NODES = Path("/sys/devices/system/node")
-_STAT = Path("/proc/stat")
-
-
-def my_cores() -> list[int]:
-    """Return the cores that this process may use; a number for each where the system does not tell."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def nodes_of(cores: Iterable[int], folder: Path = _NODES) -> list[list[int]]:
@@ -87,32 +80,12 @@ _SAMPLE_S = 0.25
 
 
 def n_cores_taken(
-    cores: Iterable[int], path: Path = _STAT, wait: Callable[[float], object] = time.sleep
+    cores: Iterable[int], path: Path | None = None, wait: Callable[[float], object] = time.sleep
 ) -> float:
     """Return how many of some cores others keep busy, over a quarter of a second; 0.0 where nothing tells."""
-    wanted = {f"cpu{core}" for core in cores}
-    try:
-        before, own = _ticks(path, wanted), sum(os.times()[:2])
-        wait(_SAMPLE_S)
-        after, own = _ticks(path, wanted), sum(os.times()[:2]) - own
-    except (OSError, ValueError):
-        return 0.0
-    n_busy, n_all = (late - early for late, early in zip(after, before, strict=True))
-    if n_all <= 0:
-        return 0.0
-    return max(0.0, len(wanted) * n_busy / n_all - own / _SAMPLE_S)
-
-
-def _ticks(path: Path, names: set[str]) -> tuple[int, int]:
-    """Return the ticks that cores were busy, also for other machines on the same host, and all. Source: man 5 proc."""
-    n_busy = n_all = 0
-    for line in path.read_text().splitlines():
-        name, *fields = line.split()
-        if name in names:
-            user, nice, system, idle, io_wait, irq, soft_irq, stolen = map(int, fields[:8])
-            n_busy += user + nice + system + irq + soft_irq + stolen
-            n_all += user + nice + system + irq + soft_irq + stolen + idle + io_wait
-    return n_busy, n_all
+    taken = TakenCores(cores) if path is None else TakenCores(cores, path)
+    wait(_SAMPLE_S)
+    return taken.n_since() or 0.0
 
 
 def choose_replicas(

@@ -18,10 +18,11 @@ from cbatch.options import RunOptions
 from cbatch.runtime.interface import Questions
 from cbatch.support.checks import check_path, reading, shown
 from cbatch.support.processes import current_folder
+from cbatch.support.taken_cores import my_cores
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
-from cbatch.worker.placement import divide, divide_cores, my_cores, nodes_of
+from cbatch.worker.placement import divide, divide_cores, nodes_of
 from cbatch.worker.process import ProcessLink
 from cbatch.worker.protocol_commands import Hello, first_line
 from cbatch.worker.service import hello_of

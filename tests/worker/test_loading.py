@@ -61,7 +61,7 @@ def test_auto_starts_workers_where_they_pay(
     monkeypatch: pytest.MonkeyPatch,
     test_model: Path,
 ) -> None:
-    monkeypatch.setattr("cbatch.worker.placement.my_cores", lambda: cores)
+    monkeypatch.setattr("cbatch.support.taken_cores.my_cores", lambda: cores)
     monkeypatch.setattr("cbatch.worker.placement.nodes_of", lambda cores: [cores])
     if expected:
         with pytest.raises(EngineError, match="not started"):

@@ -48,6 +48,9 @@ that took; and between two of what is better beside other programs."""
 WAIT_FOR_LOST = 20
 """A trial without a gain is repeated no sooner than after so many times the seconds that it cost."""
 
+LEFT = 0.5
+"""Cores that others no longer keep busy, after which what is best alone is tried at once."""
+
 MOST_DOUBLED = 3
 """So often the wait for a trial of fewer threads, or of short waits, doubles while they bring nothing."""
 
@@ -57,6 +60,13 @@ class Waits(Protocol):
 
     def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
         """Have waits of a team be short, or long unless somebody else wants them to be short."""
+
+
+class Taken(Protocol):
+    """How many cores others keep busy; see `cbatch.support.taken_cores.TakenCores`."""
+
+    def n_since(self) -> float | None:
+        """Return how many since the last call; None where nothing tells."""
 
 
 class Setting(NamedTuple):
@@ -118,6 +128,7 @@ class ElasticThreads:
         cpu_clock: Callable[[], float] = time.thread_time,
         *,
         waits: Waits | None = None,
+        taken: Taken | None = None,
         is_fixed: bool = False,
     ) -> None:
         """Make one.
@@ -125,6 +136,7 @@ class ElasticThreads:
         Args:
             cpu_clock: the clock of the calling thread's CPU time.
             waits: what makes waits short; None where nothing can.
+            taken: tells how many cores others keep busy; None where nothing can.
         """
         self._n_most, self._cpu_clock, self._waits = n_most, cpu_clock, waits
         self._is_fixed = is_fixed
@@ -134,6 +146,8 @@ class ElasticThreads:
         self._up_wait_s = self._down_wait_s = 0.0
         """Seconds of computing before the next trial."""
         self._n_failed_ups = self._n_failed_downs = 0
+        self._taken, self._n_taken, self._n_taken_then = taken, 0.0, 0.0
+        """Cores that others kept busy in the last window, and when what is best alone was last tried."""
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
         """Compute a plan with the setting that is best now, or that is tried."""
@@ -166,14 +180,20 @@ class ElasticThreads:
         self._up_wait_s -= window.spent_s
         self._down_wait_s -= window.spent_s
         tried = self._now
+        if self._taken is not None:
+            self._n_taken = self._taken.n_since() or 0.0
+            if self._n_taken < self._n_taken_then - LEFT:
+                self._up_wait_s, self._n_failed_ups = 0.0, 0  # another program has ended
         if self._now != self._best_alone and self._up_wait_s <= 0:
             tried = self._up() if self._n_failed_ups % 2 else self._best_alone
         elif window.waited_s > WAITED * window.spent_s and self._down_wait_s <= 0:
             tried = self._down(is_half=bool(self._n_failed_downs % 2))
         if tried == self._now:
             self._window = _Window(self._now)
-        else:
-            self._trial = _Window(tried)
+            return
+        self._trial = _Window(tried)
+        if tried == self._best_alone:
+            self._n_taken_then = self._n_taken
 
     def _up(self) -> Setting:
         """Return the setting with one thread more, or with long waits if there are no more."""

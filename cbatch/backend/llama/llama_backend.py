@@ -48,6 +48,7 @@ from cbatch.core.span import ANYWHERE, Span
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
 from cbatch.support.logs import Log
+from cbatch.support.taken_cores import TakenCores, my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +140,9 @@ class LlamaBackend:
         waits = short_waits(self.n_threads)
         if not self.tuning.may_vary_threads or self.n_threads == 1 or (is_fixed and not waits):
             return None
-        return ElasticThreads(self.n_threads, waits=waits, is_fixed=is_fixed)
+        return ElasticThreads(
+            self.n_threads, waits=waits, taken=TakenCores(my_cores()), is_fixed=is_fixed
+        )
 
     def _set_threads(self, n_threads: int) -> None:
         short = self.short_pool.ctx if self.short_pool else None

@@ -169,6 +169,26 @@ def test_trial_waits_for_computing_not_for_the_clock() -> None:
     assert runs.count(3) >= len(runs) - 1
 
 
+class Others:
+    """What other programs keep busy, of which some may end."""
+
+    n_taken = 2.0
+
+    def n_since(self) -> float:
+        return self.n_taken
+
+
+def test_end_of_another_program_is_noticed_at_once() -> None:
+    others = Others()
+    machine = Machine({1: 0.010, 2: 0.200}, {2: 0.4})
+    found = ElasticThreads(2, machine.clock, taken=others)
+    do(found, machine, 20)
+    assert set(do(found, machine, TRIAL_S)) == {1}  # the next trial is seconds away
+    machine.step_s, machine.cpu_share, others.n_taken = {1: 0.010, 2: 0.006}, {}, 0.0
+    do(found, machine, 3 * TRIAL_S)
+    assert set(do(found, machine, 20)) == {2}
+
+
 # ---- short waits ----
 
 

@@ -1,0 +1,61 @@
+"""The cores that this process may use, and how many of them others keep busy, as Linux tells."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_STAT = Path("/proc/stat")
+
+
+def my_cores() -> list[int]:
+    """Return the cores that this process may use; a number for each where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+class TakenCores:
+    """How many of some cores others kept busy between two questions: other programs, and machines on the same host."""
+
+    def __init__(
+        self,
+        cores: Iterable[int],
+        path: Path = _STAT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin now."""
+        self._names = {f"cpu{core}" for core in cores}
+        self._path, self._clock = path, clock
+        self._last = self._now()
+
+    def n_since(self) -> float | None:
+        """Return how many were busy since the last call, on average; None where nothing tells."""
+        last, self._last = self._last, self._now()
+        if last is None or self._last is None:
+            return None
+        n_busy, n_all, own_s, wall_s = (
+            now - then for now, then in zip(self._last, last, strict=True)
+        )
+        if n_all <= 0 or wall_s <= 0:
+            return None
+        return max(0.0, len(self._names) * n_busy / n_all - own_s / wall_s)
+
+    def _now(self) -> tuple[float, float, float, float] | None:
+        """Return ticks of the cores, busy and all, own seconds of CPU time and the clock. Source: man 5 proc."""
+        n_busy = n_all = 0
+        try:
+            for line in self._path.read_text().splitlines():
+                name, *fields = line.split()
+                if name in self._names:
+                    user, nice, system, idle, io_wait, irq, soft_irq, stolen = map(int, fields[:8])
+                    n_busy += user + nice + system + irq + soft_irq + stolen
+                    n_all += user + nice + system + irq + soft_irq + stolen + idle + io_wait
+        except (OSError, ValueError):
+            return None
+        return n_busy, n_all, sum(os.times()[:2]), self._clock()
