@@ -11,6 +11,7 @@ from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import NoThreadError
+from cbatch.support.taken_cores import my_cores
 from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
@@ -18,19 +19,21 @@ if TYPE_CHECKING:
 
 _LAST = 1_000
 
-_NICENESS = 13
+_NICENESS, _ON_ONE_CORE = 13, 1
 """How much less of a core a thread gets that gives way to the owner thread; Linux alone has it.
 
-Source: `cbatch.bench.experiments.side_job`, pictures beside 15 streams: less of it, and their p99 gap is half as long
-again or longer; more, and a picture waits many times as long for a gap that hardly shrinks.
+Source: `cbatch.bench.experiments.side_job`, pictures beside 15 streams: with less of it their p99 gap is half as long
+again or longer; with more, a picture waits many times as long for a gap that hardly shrinks. On a single core, such as
+that of a worker, the owner thread never waits for other threads of a team, and 13 left 5 % of the time to pictures.
 """
 
 
 def be_nice() -> None:
     """Have the calling thread, and the threads that it starts to compute, give way to others."""
     if sys.platform == "linux":
+        niceness = _NICENESS if len(my_cores()) > 1 else _ON_ONE_CORE
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class WorkThread:
