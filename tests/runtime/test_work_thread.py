@@ -22,9 +22,10 @@ def test_thread_gives_way_less_where_it_has_the_owners_one_core(
     def look() -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if os.getpriority(os.PRIO_PROCESS, 0):
+        pytest.skip("these tests run with a niceness of their own")
     thread = WorkThread("nice", is_threaded=True, is_nice=True)
     thread.do(look)
     thread.close()
-    assert found[0] > own or own >= 10
-    assert (found[0] < 10) == is_little or own >= 10
+    assert found[0] > 0
+    assert (found[0] < 10) == is_little
