@@ -147,7 +147,7 @@ class ElasticThreads:
         """Seconds of computing before the next trial."""
         self._n_failed_ups = self._n_failed_downs = 0
         self._taken, self._n_taken, self._n_taken_then = taken, 0.0, 0.0
-        """Cores that others kept busy in the last window, and when what is best alone was last tried."""
+        """Cores that others kept busy in the last window beside them, and when what is best alone was last tried."""
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
         """Compute a plan with the setting that is best now, or that is tried."""
@@ -180,7 +180,7 @@ class ElasticThreads:
         self._up_wait_s -= window.spent_s
         self._down_wait_s -= window.spent_s
         tried = self._now
-        if self._taken is not None:
+        if self._taken is not None and self._now != self._best_alone:
             self._n_taken = self._taken.n_since() or 0.0
             if self._n_taken < self._n_taken_then - LEFT:
                 self._up_wait_s, self._n_failed_ups = 0.0, 0  # another program has ended
@@ -233,7 +233,7 @@ class ElasticThreads:
         if would_wait:
             most = MOST_IF_WAITED
         if share is not None and share <= most:
-            self._now = trial.setting
+            self._now, self._n_taken_then = trial.setting, 0.0
             self._n_failed_ups = self._n_failed_downs = 0
             self._up_wait_s = UP_WAIT_S if not is_up else 0.0
             self._down_wait_s = 0.0
