@@ -111,13 +111,15 @@ def figure(metrics: str, name: str) -> float:
     return sum(map(float, rows))
 
 
-async def holding_again(server: Server, before: Holding) -> Holding:
-    """Return what a server has when it has no more than before, or after a while."""
+async def holding_again(server: Server, before: Holding, n_more_files: int = 0) -> Holding:
+    """Return what a server has when it has no more than before, but for some files, or after a while."""
     ends_s = time.perf_counter() + _PATIENCE_S
     while True:
         now = await holding(server)
         is_free = not (now.n_in_flight or now.n_busy_slots or now.n_waiting)
-        if (is_free and now.n_files <= before.n_files) or time.perf_counter() > ends_s:
+        if (
+            is_free and now.n_files <= before.n_files + n_more_files
+        ) or time.perf_counter() > ends_s:
             return now
         await asyncio.sleep(0.1)
 
