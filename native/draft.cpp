@@ -342,6 +342,7 @@ struct choice {
 void choose_even(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
                  choice * best, int32_t * n_drafts) {
     const int32_t n_most = std::min(limits.n_each, limits.n_all / n);
+    double n_before = n;
     for (const int32_t k : some_each) {
         if (k > n_most) {
             break;
@@ -350,6 +351,10 @@ void choose_even(const float * chances, int32_t n, const draft_limits & limits, 
         for (int32_t i = 0; i < n; i++) {
             n_tokens += std::accumulate(chances + i * limits.n_each, chances + i * limits.n_each + k, 0.0);
         }
+        if (n_tokens <= n_before) {
+            break;  // no more are expected, even if noise makes a wider step the cheaper one
+        }
+        n_before = n_tokens;
         const double rate = n_tokens / costs.cost(n * (1 + k));
         if (rate > best->rate) {
             *best = {rate, k};
