@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_context_is_computed_once_for_all_of_its_continuations() -> None:
 
 
 def test_harness_finds_the_model_by_its_name(tasks: Path) -> None:
-
+    import_module("cbatch.integrations.lm_eval")  # which tells the harness its name
     found = evaluated(tasks, "cbatch", model_args="parallel=4,ctx_per_seq=256", batch_size=8)
     assert len(found["choice"]) == 12
 
