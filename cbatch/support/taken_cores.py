@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-_STAT = Path("/proc/stat")
+STAT = Path("/proc/stat")
 
 
 def my_cores() -> list[int]:
@@ -23,15 +22,9 @@ def my_cores() -> list[int]:
 class TakenCores:
     """How many of some cores others kept busy between two questions: other programs, and machines on the same host."""
 
-    def __init__(
-        self,
-        cores: Iterable[int],
-        path: Path = _STAT,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, cores: Iterable[int], path: Path = STAT) -> None:
         """Begin now."""
-        self._names = {f"cpu{core}" for core in cores}
-        self._path, self._clock = path, clock
+        self._names, self._path = {f"cpu{core}" for core in cores}, path
         self._last = self._now()
 
     def n_since(self) -> float | None:
@@ -39,15 +32,11 @@ class TakenCores:
         last, self._last = self._last, self._now()
         if last is None or self._last is None:
             return None
-        n_busy, n_all, own_s, wall_s = (
-            now - then for now, then in zip(self._last, last, strict=True)
-        )
-        if n_all <= 0 or wall_s <= 0:
-            return None
-        return max(0.0, len(self._names) * n_busy / n_all - own_s / wall_s)
+        n_others, n_all = (now - then for now, then in zip(self._last, last, strict=True))
+        return max(0.0, len(self._names) * n_others / n_all) if n_all > 0 else None
 
-    def _now(self) -> tuple[float, float, float, float] | None:
-        """Return ticks of the cores, busy and all, own seconds of CPU time and the clock. Source: man 5 proc."""
+    def _now(self) -> tuple[float, int] | None:
+        """Return ticks of the cores: busy but for this process, and all. Source: man 5 proc."""
         n_busy = n_all = 0
         try:
             for line in self._path.read_text().splitlines():
@@ -58,4 +47,4 @@ class TakenCores:
                     n_all += user + nice + system + irq + soft_irq + stolen + idle + io_wait
         except (OSError, ValueError):
             return None
-        return n_busy, n_all, sum(os.times()[:2]), self._clock()
+        return n_busy - sum(os.times()[:2]) * os.sysconf("SC_CLK_TCK"), n_all

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import shown
-from cbatch.support.taken_cores import TakenCores
+from cbatch.support.taken_cores import STAT, TakenCores
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -80,10 +80,10 @@ _SAMPLE_S = 0.25
 
 
 def n_cores_taken(
-    cores: Iterable[int], path: Path | None = None, wait: Callable[[float], object] = time.sleep
+    cores: Iterable[int], path: Path = STAT, wait: Callable[[float], object] = time.sleep
 ) -> float:
     """Return how many of some cores others keep busy, over a quarter of a second; 0.0 where nothing tells."""
-    taken = TakenCores(cores) if path is None else TakenCores(cores, path)
+    taken = TakenCores(cores, path)
     wait(_SAMPLE_S)
     return taken.n_since() or 0.0
 

@@ -166,9 +166,6 @@ def test_every_type_of_cells_answers(synth: SynthFactory, cell_type: str) -> Non
     assert len(answer(synth("test"), **settings)) == 12
 
 
-# ---- exactness ----
-
-
 # ---- what is refused ----
 
 
