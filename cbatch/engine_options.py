@@ -93,7 +93,7 @@ class ScheduleOptions:
         ttft: how prompts that wait together get their first tokens: "first", one after the other, in steps no larger
             than pays; "any", in the fastest shape, many in one step; "auto", the former where output is streamed.
         prefill_budget: most prompt tokens in a step that also decodes. Default: as many as take three times as long as
-            the rest of the step, while a reader streams output.
+            the rest of the step, while a reader streams output; less for a long prompt.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`; and for it and the
             computing of texts before the next one.

@@ -27,6 +27,13 @@ often."""
 FAIR_OVER_ROWS = 4.0
 """The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
 
+LONG_OVER_ROWS = 1.75
+"""The least for a prompt that needs more than `N_SHORT` such steps, in relation to the decoding rows alone, because readers
+would notice so many long steps."""
+
+N_SHORT = 4
+"""Steps."""
+
 MOST_OVER_ROWS = 9.0
 """The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
 hardly faster."""
@@ -370,7 +377,9 @@ class PromptBudget:
                 # its pictures took longer than their rows will: large steps bring its first token hardly earlier
                 n_most = self._n_within(n_rows, SHORT_RUN_S, start)
             else:
-                n_most = _even(prefills[0].n, self._n_beside(n_rows, len(prefills), n_new, start))
+                n_left = prefills[0].n
+                n_most = self._n_beside(n_rows, len(prefills), n_new, start, start + n_left)
+                n_most = _even(n_left, n_most)
         elif n_new and len(prefills) > 1:
             share = 1 / (1 + MOST_OVER_ROWS)
             n_known = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start)
@@ -409,14 +418,22 @@ class PromptBudget:
         n_tokens = self.costs.n_prompt_within(n_rows, seconds, start)
         return N_FIRST if n_tokens is None else n_tokens
 
-    def _n_beside(self, n_rows: int, n_prefills: int, n_new: int, start: int = 0) -> int:
+    def _n_beside(
+        self, n_rows: int, n_prefills: int, n_new: int, start: int = 0, n_all: int = 0
+    ) -> int:
         """Return how many prompt tokens may join rows whose readers wait for the next token.
 
         The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
         take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
+        `n_all` is the length of the first prompt.
         """
         n_short = self._n_within(n_rows, SHORT_RUN_S, start)
-        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
+        fair = min(MOST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows)
         n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
-        n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over), start=start)
-        return n_short if n_fair is None or not n_short else max(n_short, n_fair)
+        share = 1 / (1 + max(LEAST_OVER_ROWS, fair))
+        n_fair = self.costs.n_prompt_for(n_wide, share, start=start)
+        n_most = n_short if n_fair is None or not n_short else max(n_short, n_fair)
+        if n_all <= N_SHORT * n_most:
+            return n_most
+        long_s = (1 + max(LONG_OVER_ROWS, fair)) * self.costs.seen_s(n_rows)
+        return min(n_most, max(n_short, self._n_within(n_rows, long_s, start)))

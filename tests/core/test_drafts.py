@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbatch.backend.fake import StepCost
 from cbatch.core.plan import KvCapabilities
 from cbatch.core.span import PromptCuts
 from cbatch.engine_options import MAX_DRAFTS
@@ -139,3 +140,10 @@ def test_sources_are_those_that_were_asked_for(
 def test_number_is_the_most_drafts_after_a_row() -> None:
     rig = played(speculate=2)
     assert {p.n_drafts for p in rig.backend.plans} == {0, 2}
+
+
+def test_steps_cost_what_rows_and_draft_tokens_take_together() -> None:
+    rig = played(cost=StepCost(base_s=1.0, token_s=0.1))
+    costs_s = rig.scheduler.costs.widths_s
+    assert max(costs_s) > 3
+    assert costs_s == pytest.approx({n: 1.0 + 0.1 * n for n in costs_s}, rel=0.1)

@@ -367,10 +367,10 @@ class FakeBackend:
         self._scores = {}
         code = self._faults.code([*map(_with_drafts, spans, n_drafts)])
         self.n_steps += 1
-        n_tokens = sum(len(c.inputs) for c in spans)
+        n_tokens = sum(len(c.inputs) for c in spans) + sum(n_drafts)
         self.now_s += self._cost(len(spans), n_tokens - len(spans))
         if not code and self.memory.kind == "unified":
-            code = int(self.n_used + n_tokens + sum(n_drafts) > self.memory.n_cells)
+            code = int(self.n_used + n_tokens > self.memory.n_cells)
         parts = spans if code else [part for c in spans for part in self.cuts.parts(c)]
         for span, n_together in zip(parts, self._n_together(parts), strict=True):
             if bound := self._bound.get(span.slot):
