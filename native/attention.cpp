@@ -62,63 +62,26 @@ __mmask16 first_lanes(int32_t n) {
     return n >= n_lanes ? 0xFFFF : n <= 0 ? 0 : static_cast<__mmask16>((1U << n) - 1U);
 }
 
-// Cells that a row sees, in order, wherever they lie: what is computed depends on nothing else.
-struct seen_cells {
-    alignas(64) int32_t cells[n_block + n_lanes];
-    alignas(64) float added[n_block + n_lanes];  // the mask
-    int32_t n = 0;
-
-    // Add those of the next 16 of all cells that are not hidden.
-    void add(const uint8_t * mask, int32_t first, int32_t n_cells) {
-        const int32_t n_left = n_cells - first, n_here = n_left < n_lanes ? n_left : n_lanes;
-        const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(first),
-                                                _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-        if (mask == nullptr) {
-            _mm512_storeu_si512(cells + n, places);
-            _mm512_storeu_ps(added + n, _mm512_setzero_ps());
-            n += n_here;
-            return;
-        }
-        const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
-        const __mmask16 lanes = first_lanes(n_here);
-        const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, lanes, mask + first * 2);
-        const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, all_hidden);
-        if (shown != 0) {
-            _mm512_storeu_si512(cells + n, _mm512_maskz_compress_epi32(shown, places));
-            _mm512_storeu_ps(added + n, _mm512_maskz_compress_ps(shown, _mm512_cvtph_ps(halves)));
-            n += __builtin_popcount(shown);
-        }
+// Look at the next 16 of all cells, and write those that are not hidden from `at` on. Return where they end.
+int32_t see(seen_cells & seen, int32_t at) {
+    const int32_t first = seen.i_next, n_left = seen.n_cells - first, n_here = n_left < n_lanes ? n_left : n_lanes;
+    const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(first),
+                                            _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+    seen.i_next = first + n_here;
+    if (seen.mask == nullptr) {
+        _mm512_storeu_si512(seen.cells + at, places);
+        _mm512_storeu_ps(seen.added + at, _mm512_setzero_ps());
+        return at + n_here;
     }
-
-    // Pass over the first n cells that are not hidden; return where to look for those behind the ones that are here then.
-    int32_t skip(const uint8_t * mask, int32_t n_cells, int32_t n_skipped) {
-        if (mask == nullptr) {  // a multiple of 16
-            return n_skipped;
-        }
-        const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
-        for (int32_t first = 0, n_before = 0; first < n_cells; first += n_lanes) {
-            const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, first_lanes(n_cells - first), mask + first * 2);
-            const int32_t n_here = __builtin_popcount(_mm256_cmpneq_epi16_mask(halves, all_hidden));
-            if (n_before + n_here <= n_skipped) {
-                n_before += n_here;
-                continue;
-            }
-            add(mask, first, n_cells);
-            n -= n_skipped - n_before;
-            _mm512_storeu_si512(cells, _mm512_loadu_si512(cells + n_skipped - n_before));
-            _mm512_storeu_ps(added, _mm512_loadu_ps(added + n_skipped - n_before));
-            return first + n_lanes;
-        }
-        return n_cells;
+    const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
+    const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, first_lanes(n_here), seen.mask + first * 2);
+    const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, all_hidden);
+    if (shown != 0) {
+        _mm512_storeu_si512(seen.cells + at, _mm512_maskz_compress_epi32(shown, places));
+        _mm512_storeu_ps(seen.added + at, _mm512_maskz_compress_ps(shown, _mm512_cvtph_ps(halves)));
     }
-
-    // Remove the first block.
-    void drop_block() {
-        n -= n_block;
-        _mm512_storeu_si512(cells, _mm512_loadu_si512(cells + n_block));
-        _mm512_storeu_ps(added, _mm512_loadu_ps(added + n_block));
-    }
-};
+    return at + __builtin_popcount(shown);
+}
 
 template <int32_t n_heads, int32_t n_vectors>
 void add_values(const attention_row & row, const int32_t * cells, int32_t n, const float (*weights)[n_block], int32_t at,
@@ -150,12 +113,21 @@ void add_values(const attention_row & row, const int32_t * cells, int32_t n, con
     }
 }
 
+// Begin to read what is needed soon. It may lie behind the last cell: such an address does nothing.
+void fetch(const uint8_t * p, int32_t n) {
+    for (int32_t i = 0; i < n * 2; i += 64) {
+        _mm_prefetch(p + i, _MM_HINT_T0);
+    }
+}
+
 // Scores of up to 16 cells for each head, −∞ behind those that it sees. `n_before` cells came before.
 template <int32_t n_heads>
 void score(const attention_row & row, const int32_t * cells, const float * added, int32_t n, int32_t n_before,
            float (*dots)[n_lanes][n_lanes], floats * scores) {
     for (int32_t c = 0; c < n; c++) {
         const uint8_t * key = row.keys + static_cast<size_t>(cells[c]) * row.key_stride;
+        fetch(row.values + static_cast<size_t>(cells[c]) * row.value_stride, row.n_value);
+        fetch(key + n_block * row.key_stride, row.n_key);
         floats sums[n_heads];
         for (int32_t h = 0; h < n_heads; h++) {
             sums[h] = _mm512_setzero_ps();
@@ -186,10 +158,8 @@ struct attention_sums {
     alignas(64) float weights[n_heads][n_block];
     alignas(64) float total[n_heads][n_most_attention_value];
     float most[n_heads], sum[n_heads];
-    int32_t n_before;  // cells of the row
 
-    void begin(int32_t n_value, int32_t first) {
-        n_before = first;
+    attention_sums(int32_t n_value) {
         for (int32_t h = 0; h < n_heads; h++) {
             most[h] = lowest;
             sum[h] = 0.0F;
@@ -199,14 +169,14 @@ struct attention_sums {
         }
     }
 
-    // Add up to 64 cells.
-    void add(const attention_row & row, const seen_cells & seen, int32_t n) {
+    // Add up to 64 cells. `n_before` came before.
+    void add(const attention_row & row, const int32_t * cells, const float * added, int32_t n, int32_t n_before) {
         constexpr int32_t n_parts = n_block / n_lanes;
         floats scores[n_parts][n_heads];
         for (int32_t i = 0; i < n_parts; i++) {
             const int32_t first = i * n_lanes, n_part = n - first < n_lanes ? n - first : n_lanes;
             if (n_part > 0) {
-                score<n_heads>(row, seen.cells + first, seen.added + first, n_part, n_before + first, dots, scores[i]);
+                score<n_heads>(row, cells + first, added + first, n_part, n_before + first, dots, scores[i]);
                 continue;
             }
             for (int32_t h = 0; h < n_heads; h++) {
@@ -235,28 +205,10 @@ struct attention_sums {
         }
         int32_t at = 0;
         for (; at + 4 * n_lanes <= row.n_value; at += 4 * n_lanes) {
-            add_values<n_heads, 4>(row, seen.cells, n, weights, at, total);
+            add_values<n_heads, 4>(row, cells, n, weights, at, total);
         }
         for (; at < row.n_value; at += n_lanes) {
-            add_values<n_heads, 1>(row, seen.cells, n, weights, at, total);
-        }
-        n_before += n;
-    }
-
-    // Sum up part `i_part` of the cells. `first` is where to look for them, and then where to look for those of the next part.
-    void add_part(const attention_row & row, int32_t i_part, seen_cells & seen, int32_t & first) {
-        begin(row.n_value, i_part * n_attention_part);
-        const int32_t end = n_before + n_attention_part;
-        for (; first < row.n_cells && n_before < end; first += n_lanes) {
-            seen.add(row.mask, first, row.n_cells);
-            if (seen.n >= n_block) {
-                add(row, seen, n_block);
-                seen.drop_block();
-            }
-        }
-        if (first >= row.n_cells && n_before < end && seen.n > 0) {
-            add(row, seen, seen.n);
-            seen.n = 0;
+            add_values<n_heads, 1>(row, cells, n, weights, at, total);
         }
     }
 };
@@ -272,7 +224,8 @@ struct alignas(64) head_sums {
 };
 
 // Add what was summed up of later cells.
-void join(head_sums & to, float * total, float most, float sum, const float * other, int32_t n_value) {
+void join(head_sums & to, float most, float sum, const float * other, int32_t n_value) {
+    float * total = to.total();
     const float larger = most > to.most ? most : to.most;
     const floats own = exponential(_mm512_set1_ps(to.most - larger)), others = exponential(_mm512_set1_ps(most - larger));
     for (int32_t i = 0; i < n_value; i += n_lanes) {
@@ -283,82 +236,79 @@ void join(head_sums & to, float * total, float most, float sum, const float * ot
     to.most = larger;
 }
 
-void write_mean(float * out, int32_t n_value, float sum, const float * total) {
-    const floats inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / sum);
-    for (int32_t i = 0; i < n_value; i += n_lanes) {
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_load_ps(total + i), inverse));
-    }
-}
-
-// Write the results after the first part, where there are more.
-template <int32_t n_heads>
-void join_later(const attention_row & row, attention_sums<n_heads> & part, seen_cells & seen, int32_t & first) {
-    alignas(64) float totals[n_heads][n_most_attention_value];
-    head_sums sums[n_heads];
-    for (int32_t h = 0; h < n_heads; h++) {
-        sums[h].most = part.most[h];
-        sums[h].sum = part.sum[h];
-        for (int32_t i = 0; i < row.n_value; i += n_lanes) {
-            _mm512_store_ps(totals[h] + i, _mm512_load_ps(part.total[h] + i));
-        }
-    }
-    for (int32_t i_part = 1; first < row.n_cells || seen.n > 0; i_part++) {
-        const int32_t begin = i_part * n_attention_part;
-        part.add_part(row, i_part, seen, first);
-        for (int32_t h = 0; h < n_heads; h++) {
-            if (part.n_before > begin && row.n_shown[h] > begin) {
-                join(sums[h], totals[h], part.most[h], part.sum[h], part.total[h], row.n_value);
-            }
-        }
-    }
-    for (int32_t h = 0; h < n_heads; h++) {
-        write_mean(row.out[h], row.n_value, sums[h].sum, totals[h]);
-    }
+head_sums & sums_at(uint8_t * sums, int64_t i, int32_t n_value) {
+    return *reinterpret_cast<head_sums *>(sums + static_cast<size_t>(i) * n_part_bytes(n_value));
 }
 
 template <int32_t n_heads>
-void attend_heads(const attention_row & row) {
-    attention_sums<n_heads> part;
-    seen_cells seen;
-    int32_t first = 0;
-    part.add_part(row, 0, seen, first);
-    if (first < row.n_cells || seen.n > 0) {
-        join_later<n_heads>(row, part, seen, first);
-        return;
+void add_part_of(const attention_row & row, const seen_cells & seen, bool is_first, uint8_t * sums) {
+    attention_sums<n_heads> part(row.n_value);
+    const int32_t n_before = seen.i_part * n_attention_part;
+    for (int32_t i = 0; i < seen.n; i += n_block) {
+        const int32_t n_left = seen.n - i;
+        part.add(row, seen.cells + i, seen.added + i, n_left < n_block ? n_left : n_block, n_before + i);
     }
     for (int32_t h = 0; h < n_heads; h++) {
-        write_mean(row.out[h], row.n_value, part.sum[h], part.total[h]);
-    }
-}
-
-template <int32_t n_heads>
-void attend_parts_of(const attention_row & row, int32_t i_first, int32_t i_after, int64_t n_all_heads, uint8_t * to) {
-    attention_sums<n_heads> part;
-    seen_cells seen;
-    int32_t first = seen.skip(row.mask, row.n_cells, i_first * n_attention_part);
-    for (int32_t i_part = i_first; i_part < i_after; i_part++) {
-        part.add_part(row, i_part, seen, first);
-        for (int32_t h = 0; h < n_heads; h++) {
-            auto * sums = reinterpret_cast<head_sums *>(to + static_cast<size_t>(i_part * n_all_heads + h) * n_part_bytes(row.n_value));
-            sums->most = part.most[h];
-            sums->sum = part.sum[h];
+        head_sums & to = sums_at(sums, h, row.n_value);
+        if (is_first) {
+            to.most = part.most[h];
+            to.sum = part.sum[h];
             for (int32_t i = 0; i < row.n_value; i += n_lanes) {
-                _mm512_store_ps(sums->total() + i, _mm512_load_ps(part.total[h] + i));
+                _mm512_store_ps(to.total() + i, _mm512_load_ps(part.total[h] + i));
             }
+        } else if (row.n_shown[h] > n_before) {
+            join(to, part.most[h], part.sum[h], part.total[h], row.n_value);
         }
     }
 }
 
 }  // namespace
 
-void attend(const attention_row & row) noexcept {
+void skip_to(seen_cells & seen, int32_t i_part) noexcept {
+    const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
+    int32_t n_left = i_part * n_attention_part;
+    seen.i_part = i_part - 1;
+    while (n_left > 0 && seen.i_next < seen.n_cells) {
+        __mmask16 shown = first_lanes(seen.n_cells - seen.i_next);
+        if (seen.mask != nullptr) {
+            const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, shown, seen.mask + seen.i_next * 2);
+            shown = _mm256_cmpneq_epi16_mask(halves, all_hidden);
+        }
+        const int32_t n = __builtin_popcount(shown);
+        if (n > n_left) {
+            seen.n_more = see(seen, n_attention_part) - n_attention_part - n_left;
+            _mm512_storeu_si512(seen.cells + n_attention_part, _mm512_loadu_si512(seen.cells + n_attention_part + n_left));
+            _mm512_storeu_ps(seen.added + n_attention_part, _mm512_loadu_ps(seen.added + n_attention_part + n_left));
+            return;
+        }
+        n_left -= n;
+        seen.i_next += n_lanes;
+    }
+}
+
+bool next_part(seen_cells & seen) noexcept {
+    int32_t n = seen.n_more;
+    if (n > 0) {
+        _mm512_store_si512(seen.cells, _mm512_load_si512(seen.cells + n_attention_part));
+        _mm512_store_ps(seen.added, _mm512_load_ps(seen.added + n_attention_part));
+    }
+    while (n < n_attention_part && seen.i_next < seen.n_cells) {
+        n = see(seen, n);
+    }
+    seen.n = n < n_attention_part ? n : n_attention_part;
+    seen.n_more = n - seen.n;
+    seen.i_part++;
+    return n > 0;
+}
+
+void add_part(const attention_row & row, const seen_cells & seen, bool is_first, uint8_t * sums) noexcept {
     switch (row.n_heads) {
-        case 1: attend_heads<1>(row); break;
-        case 2: attend_heads<2>(row); break;
-        case 3: attend_heads<3>(row); break;
-        case 4: attend_heads<4>(row); break;
-        case 5: attend_heads<5>(row); break;
-        default: attend_heads<6>(row); break;
+        case 1: add_part_of<1>(row, seen, is_first, sums); break;
+        case 2: add_part_of<2>(row, seen, is_first, sums); break;
+        case 3: add_part_of<3>(row, seen, is_first, sums); break;
+        case 4: add_part_of<4>(row, seen, is_first, sums); break;
+        case 5: add_part_of<5>(row, seen, is_first, sums); break;
+        default: add_part_of<6>(row, seen, is_first, sums); break;
     }
 }
 
@@ -366,26 +316,18 @@ size_t n_part_bytes(int32_t n_value) noexcept {
     return sizeof(head_sums) + static_cast<size_t>(n_value) * sizeof(float);
 }
 
-void attend_parts(const attention_row & row, int32_t i_first, int32_t i_after, int64_t n_all_heads, uint8_t * sums) noexcept {
-    switch (row.n_heads) {
-        case 1: attend_parts_of<1>(row, i_first, i_after, n_all_heads, sums); break;
-        case 2: attend_parts_of<2>(row, i_first, i_after, n_all_heads, sums); break;
-        case 3: attend_parts_of<3>(row, i_first, i_after, n_all_heads, sums); break;
-        case 4: attend_parts_of<4>(row, i_first, i_after, n_all_heads, sums); break;
-        case 5: attend_parts_of<5>(row, i_first, i_after, n_all_heads, sums); break;
-        default: attend_parts_of<6>(row, i_first, i_after, n_all_heads, sums); break;
-    }
-}
-
-void join_parts(float * out, int32_t n_value, int32_t n_parts, int64_t n_all_heads, uint8_t * sums) noexcept {
-    auto & joined = *reinterpret_cast<head_sums *>(sums);
+void write_mean(float * out, int32_t n_value, int32_t n_parts, int64_t n_all_heads, uint8_t * sums) noexcept {
+    head_sums & all = sums_at(sums, 0, n_value);
     for (int32_t i = 1; i < n_parts; i++) {
-        auto & part = *reinterpret_cast<head_sums *>(sums + static_cast<size_t>(i * n_all_heads) * n_part_bytes(n_value));
+        head_sums & part = sums_at(sums, i * n_all_heads, n_value);
         if (part.most != lowest || part.sum != 0.0F) {
-            join(joined, joined.total(), part.most, part.sum, part.total(), n_value);
+            join(all, part.most, part.sum, part.total(), n_value);
         }
     }
-    write_mean(out, n_value, joined.sum, joined.total());
+    const floats inverse = _mm512_set1_ps(all.sum == 0.0F ? 0.0F : 1.0F / all.sum);
+    for (int32_t i = 0; i < n_value; i += n_lanes) {
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_load_ps(all.total() + i), inverse));
+    }
 }
 
 int32_t n_shown_first(const uint8_t * mask, const uint8_t * other, int32_t n_cells) noexcept {

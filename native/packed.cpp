@@ -221,7 +221,7 @@ public:
         float more[3];  // scale, bias, cap
         std::memcpy(more, op.op_params, sizeof more);
         return more[1] == 0.0F && more[2] == 0.0F && op.src[4] == nullptr && q.type == f32 && k.type == f16 && v.type == f16 &&
-               (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2)) &&
+               (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2 && mask->ne[2] == 1)) &&
                k.ne[0] % n_attention_step == 0 && v.ne[0] % n_attention_step == 0 && v.ne[0] <= n_most_attention_value &&
                k.ne[2] == v.ne[2] && k.ne[3] == v.ne[3] && q.ne[2] % k.ne[2] == 0 &&
                q.ne[3] % k.ne[3] == 0 && q.nb[0] == 4 && k.nb[0] == 2 && v.nb[0] == 2 && is_of_packed(&q);
@@ -229,36 +229,21 @@ public:
 
     bool work_size(int n_threads, const tensor * op, size_t & n_bytes) override {
         const tensor & q = *op->src[0];
-        n_bytes = is_divided(*op, n_threads)
-                      ? n_align + static_cast<size_t>(q.ne[1] * q.ne[2] * q.ne[3] * n_parts_of(*op)) *
-                                      n_part_bytes(static_cast<int32_t>(op->src[2]->ne[0]))
-                      : 0;
+        const int64_t n_sums = is_divided(*op, n_threads) ? q.ne[1] * q.ne[3] * n_parts_of(*op) : n_threads * n_most_heads;
+        n_bytes = n_align + static_cast<size_t>(n_sums * q.ne[2]) * n_part_bytes(static_cast<int32_t>(op->src[2]->ne[0]));
         return true;
     }
 
     bool compute_forward(compute_params * params, tensor * op) override {
-        const tensor & q = *op->src[0];
-        const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
-        const tensor * mask = op->src[3];
-        const int64_t n_threads = params->n_threads, n_all = q.ne[3] * n_tokens * n_heads_kv;
-        if (is_divided(*op, n_threads)) {
-            divide(*params, *op);
-            return true;
-        }
-        // tokens of which those that see the same keys are computed together
-        const bool is_one = mask != nullptr && mask->ne[2] == 1;
-        const int64_t n_together = is_one ? std::clamp<int64_t>(n_all / (n_threads * n_turns), 1, n_most_heads) : 1;
-        const int64_t n_groups = (n_tokens + n_together - 1) / n_together, n_units = q.ne[3] * n_groups * n_heads_kv;
+        const bool divides = is_divided(*op, params->n_threads);
         if (params->i_thread == 0) {
-            ggml.set_chunk(params->threads, static_cast<int>(n_threads));
+            ggml.set_chunk(params->threads, params->n_threads);
         }
         ggml.barrier(params->threads);
-        for (int64_t i = params->i_thread; i < n_units; i = ggml.next_chunk(params->threads, 1)) {
-            const int64_t i_stream = i / n_heads_kv / n_groups, first = i / n_heads_kv % n_groups * n_together;
-            const int64_t after = std::min(first + n_together, n_tokens);
-            for (int64_t at = first, n = 0; at < after; at += n) {
-                n = attend_some(*op, i_stream, at, after, i % n_heads_kv);
-            }
+        if (divides) {
+            divide(*params, *op);
+        } else {
+            compute(*params, *op);
         }
         return true;
     }
@@ -267,115 +252,152 @@ private:
     static constexpr int64_t n_divided = 512;  // cells
     static constexpr int64_t n_turns = 4;      // of a thread: one may be done sooner than another
 
-    // Whether rows are fewer than threads, which share the cells of each then.
+    // Some tokens one after another, which see the same cells and maybe more after them.
+    struct group {
+        int64_t i_stream, first, n;
+        int32_t n_shown[n_most_heads];  // (n)
+    };
+
+    // Whether threads share the cells of each row: rows alone are too few then, or of too different lengths.
     static bool is_divided(const tensor & op, int64_t n_threads) {
         const tensor & q = *op.src[0];
-        return q.ne[3] * q.ne[1] * op.src[1]->ne[2] < n_threads && op.src[1]->ne[1] >= n_divided;
+        const int64_t n_rows = q.ne[3] * q.ne[1];
+        return op.src[1]->ne[1] >= n_divided &&
+               (n_rows * op.src[1]->ne[2] < n_threads || (q.ne[1] == 1 && n_rows < n_threads * n_turns));
     }
 
     static int64_t n_parts_of(const tensor & op) {
         return (op.src[1]->ne[1] + n_attention_part - 1) / n_attention_part;
     }
 
-    // Compute rows whose cells are shared among the threads; the bits are those of `attend_some`.
+    static uint8_t * sums_of(const compute_params & params) {
+        return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(params.work) + n_align - 1) / n_align * n_align);
+    }
+
+    // Compute tokens of which those that see the same keys are computed together, all heads of them part by part: keys lie side by
+    // side. Where there are few, a unit of work is some heads of keys.
+    static void compute(const compute_params & params, const tensor & op) {
+        const tensor & q = *op.src[0];
+        const tensor * mask = op.src[3];
+        const int64_t n_kv = op.src[1]->ne[2], n_tokens = q.ne[1], n_units_least = params.n_threads * n_turns;
+        const int64_t n_each = std::clamp<int64_t>(q.ne[3] * n_tokens * n_kv / n_units_least, 1, n_most_heads);
+        const int64_t n_together = mask == nullptr ? 1 : n_each;
+        const int64_t n_groups = (n_tokens + n_together - 1) / n_together, n_all = q.ne[3] * n_groups;
+        const int64_t n_kv_each = std::clamp<int64_t>(n_all * n_kv / n_units_least, 1, n_kv);
+        const int64_t n_pieces = (n_kv + n_kv_each - 1) / n_kv_each;
+        uint8_t * sums = sums_of(params) + static_cast<size_t>(params.i_thread * n_most_heads * q.ne[2]) *
+                                               n_part_bytes(static_cast<int32_t>(op.src[2]->ne[0]));
+        for (int64_t i = params.i_thread; i < n_all * n_pieces; i = ggml.next_chunk(params.threads, 1)) {
+            const int64_t i_group = i / n_pieces, first = i_group % n_groups * n_together, i_kv = i % n_pieces * n_kv_each;
+            const int64_t after = std::min(first + n_together, n_tokens);
+            for (int64_t at = first; at < after;) {
+                const group g = group_of(op, i_group / n_groups, at, after);
+                seen_cells seen = cells_of(op, g);
+                for (bool is_first = true; next_part(seen) || is_first; is_first = false) {
+                    add_heads(op, g, seen, i_kv, std::min(i_kv + n_kv_each, n_kv), is_first, sums);
+                }
+                write(op, g, i_kv, std::min(i_kv + n_kv_each, n_kv), sums);
+                at += g.n;
+            }
+        }
+    }
+
+    // Compute rows whose cells are shared among the threads; the bits are those of `compute`.
     static void divide(const compute_params & params, const tensor & op) {
         const tensor & q = *op.src[0];
-        const int64_t n_heads_kv = op.src[1]->ne[2], n_per_kv = q.ne[2] / n_heads_kv, n_tokens = q.ne[1];
-        const int64_t n_rows = q.ne[3] * n_tokens, n_parts = n_parts_of(op), n_value = op.src[2]->ne[0];
-        const int64_t n_range = std::max<int64_t>(1, n_rows * n_heads_kv * n_parts / (params.n_threads * n_turns));
-        const int64_t n_ranges = (n_parts + n_range - 1) / n_range, n_all_heads = n_rows * q.ne[2];
-        auto * sums = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(params.work) + n_align - 1) / n_align * n_align);
+        const int64_t n_tokens = q.ne[1], n_rows = q.ne[3] * n_tokens, n_parts = n_parts_of(op), n_all_heads = n_rows * q.ne[2];
+        const int64_t n_range = std::max<int64_t>(1, n_rows * n_parts / (params.n_threads * n_turns));
+        const int64_t n_ranges = (n_parts + n_range - 1) / n_range, n_value = op.src[2]->ne[0];
         const size_t stride = n_part_bytes(static_cast<int32_t>(n_value));
-        if (params.i_thread == 0) {
-            ggml.set_chunk(params.threads, params.n_threads);
-        }
-        ggml.barrier(params.threads);
-        const int64_t n_units = n_rows * n_heads_kv * n_ranges;
-        for (int64_t i = params.i_thread; i < n_units; i = ggml.next_chunk(params.threads, 1)) {
-            const int64_t i_kv = i / n_ranges % n_heads_kv, i_row = i / n_ranges / n_heads_kv, first = i % n_ranges * n_range;
-            const int64_t head = i_kv * n_per_kv, after = std::min(first + n_range, n_parts);
-            attention_row row = keys_of(op, i_row / n_tokens, i_kv);
-            for (int64_t h = 0; h < n_per_kv; h += row.n_heads) {
-                set_heads(row, op, i_row / n_tokens, i_row % n_tokens, 1, head, h);
-                for (int32_t j = 0; j < row.n_heads; j++) {
-                    row.n_shown[j] = row.n_cells;
-                }
-                attend_parts(row, static_cast<int32_t>(first), static_cast<int32_t>(after), n_all_heads,
-                             sums + static_cast<size_t>(i_row * q.ne[2] + head + h) * stride);
+        uint8_t * sums = sums_of(params);
+        for (int64_t i = params.i_thread; i < n_rows * n_ranges; i = ggml.next_chunk(params.threads, 1)) {
+            const int64_t i_row = i / n_ranges, first = i % n_ranges * n_range, after = std::min(first + n_range, n_parts);
+            const group g = group_of(op, i_row / n_tokens, i_row % n_tokens, i_row % n_tokens + 1);
+            seen_cells seen = cells_of(op, g);
+            skip_to(seen, static_cast<int32_t>(first));
+            for (int64_t part = first; part < after; part++) {
+                next_part(seen);
+                add_heads(op, g, seen, 0, op.src[1]->ne[2], true, sums + static_cast<size_t>(part * n_all_heads + i_row * q.ne[2]) * stride);
             }
         }
         ggml.barrier(params.threads);
         for (int64_t i = params.i_thread; i < n_all_heads; i += params.n_threads) {
             const int64_t i_row = i / q.ne[2];
             auto * out = reinterpret_cast<float *>(at(op, i % q.ne[2], i_row % n_tokens, i_row / n_tokens));
-            join_parts(out, static_cast<int32_t>(n_value), static_cast<int32_t>(n_parts), n_all_heads,
+            write_mean(out, static_cast<int32_t>(n_value), static_cast<int32_t>(n_parts), n_all_heads,
                        sums + static_cast<size_t>(i) * stride);
         }
     }
 
-    // Say from where on up to six of the heads read and write that read one head of keys, of tokens one after another.
-    static void set_heads(attention_row & row, const tensor & op, int64_t i_stream, int64_t first, int64_t n_tokens,
-                          int64_t head, int64_t i) {
-        const tensor & q = *op.src[0];
+    // A token and those behind it, up to `after`, that see the same cells and maybe more after them.
+    static group group_of(const tensor & op, int64_t i_stream, int64_t first, int64_t after) {
         const tensor * mask = op.src[3];
-        const int64_t n_per_kv = q.ne[2] / op.src[1]->ne[2];
-        row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_per_kv * n_tokens - i));
-        const int64_t last = first + (i + row.n_heads - 1) / n_per_kv;
-        row.mask = mask == nullptr ? nullptr : at(*mask, last, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
-        for (int32_t j = 0; j < row.n_heads; j++) {
-            const int64_t t = (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
-            row.queries[j] = reinterpret_cast<const float *>(at(q, first + t, h, i_stream));
-            row.out[j] = reinterpret_cast<float *>(at(op, h, first + t, i_stream));
+        const auto n_cells = static_cast<int32_t>(op.src[1]->ne[1]);
+        group g{i_stream, first, 1, {n_cells}};
+        for (; first + g.n < after; g.n++) {
+            const uint8_t * before = at(*mask, first + g.n - 1, 0, i_stream % mask->ne[3]);
+            const int32_t n = n_shown_first(before, before + mask->nb[1], n_cells);
+            if (n <= 0) {
+                break;
+            }
+            g.n_shown[g.n - 1] = n;
+            g.n_shown[g.n] = n_cells;
+        }
+        return g;
+    }
+
+    static seen_cells cells_of(const tensor & op, const group & g) {
+        const tensor * mask = op.src[3];
+        seen_cells seen;
+        seen.mask = mask == nullptr ? nullptr : at(*mask, g.first + g.n - 1, 0, g.i_stream % mask->ne[3]);
+        seen.n_cells = static_cast<int32_t>(op.src[1]->ne[1]);
+        return seen;
+    }
+
+    // Sum up a part of the cells for the query heads that read some heads of keys, each group of them at its own sums.
+    static void add_heads(const tensor & op, const group & g, const seen_cells & seen, int64_t i_kv, int64_t after, bool is_first,
+                          uint8_t * sums) {
+        const tensor & q = *op.src[0];
+        const tensor & k = *op.src[1];
+        const tensor & v = *op.src[2];
+        const int64_t n_per_kv = q.ne[2] / k.ne[2], i_cells = g.i_stream / (q.ne[3] / k.ne[3]);
+        attention_row row{};
+        row.key_stride = k.nb[1];
+        row.value_stride = v.nb[1];
+        row.n_key = static_cast<int32_t>(k.ne[0]);
+        row.n_value = static_cast<int32_t>(v.ne[0]);
+        std::memcpy(&row.scale, op.op_params, sizeof row.scale);
+        for (; i_kv < after; i_kv++) {
+            row.keys = at(k, 0, i_kv, i_cells);
+            row.values = at(v, 0, i_kv, i_cells);
+            for (int64_t i = 0; i < n_per_kv * g.n; i += row.n_heads) {
+                row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_per_kv * g.n - i));
+                for (int32_t j = 0; j < row.n_heads; j++) {
+                    const int64_t t = (i + j) / n_per_kv, h = i_kv * n_per_kv + (i + j) % n_per_kv;
+                    row.queries[j] = reinterpret_cast<const float *>(at(q, g.first + t, h, g.i_stream));
+                    row.n_shown[j] = g.n_shown[t];
+                }
+                add_part(row, seen, is_first, sums);
+                sums += static_cast<size_t>(row.n_heads) * n_part_bytes(row.n_value);
+            }
+        }
+    }
+
+    // Write what `add_heads` has summed up.
+    static void write(const tensor & op, const group & g, int64_t i_kv, int64_t after, uint8_t * sums) {
+        const int64_t n_per_kv = op.src[0]->ne[2] / op.src[1]->ne[2], n_value = op.src[2]->ne[0];
+        for (; i_kv < after; i_kv++) {
+            for (int64_t i = 0; i < n_per_kv * g.n; i++) {
+                auto * out = reinterpret_cast<float *>(at(op, i_kv * n_per_kv + i % n_per_kv, g.first + i / n_per_kv, g.i_stream));
+                write_mean(out, static_cast<int32_t>(n_value), 1, 0, sums);
+                sums += n_part_bytes(static_cast<int32_t>(n_value));
+            }
         }
     }
 
     static uint8_t * at(const tensor & t, int64_t i1, int64_t i2, int64_t i3) {
         return static_cast<uint8_t *>(t.data) + static_cast<size_t>(i1) * t.nb[1] + static_cast<size_t>(i2) * t.nb[2] +
                static_cast<size_t>(i3) * t.nb[3];
-    }
-
-    // Return a row with its keys and values, and without its heads.
-    static attention_row keys_of(const tensor & op, int64_t i_stream, int64_t i_kv) {
-        const tensor & k = *op.src[1];
-        const tensor & v = *op.src[2];
-        const int64_t i_cells = i_stream / (op.src[0]->ne[3] / k.ne[3]);
-        attention_row row{};
-        row.keys = at(k, 0, i_kv, i_cells);
-        row.values = at(v, 0, i_kv, i_cells);
-        row.key_stride = k.nb[1];
-        row.value_stride = v.nb[1];
-        row.n_cells = static_cast<int32_t>(k.ne[1]);
-        row.n_key = static_cast<int32_t>(k.ne[0]);
-        row.n_value = static_cast<int32_t>(v.ne[0]);
-        std::memcpy(&row.scale, op.op_params, sizeof row.scale);
-        return row;
-    }
-
-    // Compute the query heads that read one head of keys, of a token and of those behind it that see the same cells and maybe
-    // more after them. Return the number of tokens.
-    static int64_t attend_some(const tensor & op, int64_t i_stream, int64_t first, int64_t after, int64_t i_kv) {
-        const tensor * mask = op.src[3];
-        const int64_t n_per_kv = op.src[0]->ne[2] / op.src[1]->ne[2];
-        attention_row row = keys_of(op, i_stream, i_kv);
-        int32_t n_shown[n_most_heads];
-        int64_t n_tokens = 1;
-        for (n_shown[0] = row.n_cells; first + n_tokens < after; n_tokens++) {
-            const uint8_t * before = at(*mask, first + n_tokens - 1, 0, i_stream % mask->ne[3]);
-            const int32_t n = n_shown_first(before, before + mask->nb[1], row.n_cells);
-            if (n <= 0) {
-                break;
-            }
-            n_shown[n_tokens - 1] = n;
-            n_shown[n_tokens] = row.n_cells;
-        }
-        for (int64_t i = 0; i < n_per_kv * n_tokens; i += row.n_heads) {
-            set_heads(row, op, i_stream, first, n_tokens, i_kv * n_per_kv, i);
-            for (int32_t j = 0; j < row.n_heads; j++) {
-                row.n_shown[j] = n_shown[(i + j) / n_per_kv];
-            }
-            attend(row);
-        }
-        return n_tokens;
     }
 };
 
