@@ -31,7 +31,7 @@ LONG_OVER_ROWS = 1.75
 """The least for a prompt that needs more than `N_SHORT` such steps, in relation to the decoding rows alone, because readers
 would notice so many long steps."""
 
-N_SHORT = 4
+N_SHORT = 8
 """Steps."""
 
 MOST_OVER_ROWS = 9.0
@@ -62,8 +62,14 @@ _SPREAD = 1.25
 _ALIKE = 0.02
 """Steps whose prompt tokens differ by at most this share tell the cost of a cell."""
 
+_LEAST_CELLS = 4096
+"""Tokens times cells before them: less takes no time that can be measured."""
+
 _N_UNIFORM = 4
 """Steps with equal numbers of prompt tokens after which another number is tried."""
+
+_N_FEW = 8
+"""Prompt tokens; the difference of so few cannot be measured."""
 
 _GROWTH = 2
 
@@ -275,8 +281,8 @@ class StepCosts:
         n = _GROWTH * self._n_most
         if both_s:
             n = int(min(n, 2 * seconds / both_s))
-        if self._is_uniform:
-            n = min(n, int(self._prompts[-1].n_prompt / _SPREAD))
+        if self._is_uniform and (n_last := self._prompts[-1].n_prompt) >= _N_FEW:
+            n = min(n, int(n_last / _SPREAD))
         return max(1, n)
 
     def _fit(self) -> None:
@@ -285,7 +291,8 @@ class StepCosts:
         Source: H. Theil, P. K. Sen. Up to 29 % of the steps may be slow for other reasons.
         """
         self._n_unfitted = 0
-        if of_cells := _slopes(self._prompts, _CELLS):
+        widths_s = self.widths_s
+        if of_cells := _slopes([s for s in self._prompts if s.n_before >= _LEAST_CELLS], _CELLS):
             self._cell_s = max(0.0, median(of_cells))
         steps = [s._replace(seconds=s.seconds - self._cell_s * s.n_before) for s in self._prompts]
         mixed = [step for step in steps if step.n_rows]
@@ -298,10 +305,13 @@ class StepCosts:
                 [self._beyond_s(s) / s.n_prompt for s in steps] for steps in (mixed, alone) if steps
             ]
             token_s = min([s for s in map(median, each_s) if s > 0], default=0.0)
+        # a token of a prompt takes no longer than a row, and a run of the graph no longer than a step of rows
+        token_s = min([token_s, *(s / n for n, s in widths_s.items())])
         known = [step for step in mixed if step.n_rows in self._decodes] or mixed
         rest_s = [self._beyond_s(step) - step.n_prompt * token_s for step in known or alone]
         # a step with one prompt and nothing else has the fixed cost of one row
         run_s = max(0.0, median(rest_s) - (0.0 if known else self.seen_s(1)))
+        run_s = min([run_s, *widths_s.values()])
         left_s: dict[int, list[float]] = {}
         for n_rows, n_prompt, seconds, _ in mixed:
             if n_rows not in self._decodes:
