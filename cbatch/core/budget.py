@@ -28,7 +28,7 @@ FAIR_OVER_ROWS = 4.0
 """The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
 
 LONG_OVER_ROWS = 1.75
-"""The least for a prompt that needs more than `N_SHORT` such steps, in relation to the decoding rows alone, because readers
+"""The least for a prompt that needs more than `N_SHORT` such steps, in relation to the decoding rows alone: readers
 would notice so many long steps."""
 
 N_SHORT = 8
@@ -56,14 +56,19 @@ _N_REFIT = 8
 
 _N_COPIES = 9
 
+_N_WAITS = 31
+"""Runs whose median says how much longer steps take because of other programs."""
+
+_LEAST_BUSY = 0.1
+
 _SPREAD = 1.25
 """Two steps tell the cost of a token if one has at least this many times the prompt tokens of the other."""
 
 _ALIKE = 0.02
 """Steps whose prompt tokens differ by at most this share tell the cost of a cell."""
 
-_LEAST_CELLS = 4096
-"""Tokens times cells before them: less takes no time that can be measured."""
+_LEAST_CELLS = 16_384
+"""The same, and they differ by as much in their tokens times the cells before them: less takes too little time."""
 
 _N_UNIFORM = 4
 """Steps with equal numbers of prompt tokens after which another number is tried."""
@@ -144,14 +149,16 @@ class StepCosts:
 
     A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens: those
     late in a long prompt cost more than the first, because each attends to all cells before it.
-    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences and a busier
-    machine.
+    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences. They are
+    without the time in which other programs had the cores; by how much that lengthens steps now is a number of its own.
     """
 
     def __init__(self) -> None:
         self._decodes: dict[int, deque[float]] = {}  # by width
         self._prompts: deque[_Mixed] = deque(maxlen=_N_PROMPTS)
         self._copies: deque[float] = deque(maxlen=_N_COPIES)
+        self._slower: deque[float] = deque([1.0], maxlen=_N_WAITS)
+        """How many times as long as its computing each run took."""
         self._prompt: PromptCost | None = None
         self._cell_s = 0.0
         self._left_s: dict[int, float] = {}
@@ -169,7 +176,7 @@ class StepCosts:
 
     @property
     def widths_s(self) -> dict[int, float]:
-        """Seconds of a step without prompt tokens, by number of rows, for the measured widths."""
+        """Seconds of computing of a step without prompt tokens, by number of rows, for the measured widths."""
         return {n: median([*times]) for n, times in sorted(self._decodes.copy().items())}
 
     def learn_decode(self, n_rows: int, seconds: float) -> None:
@@ -198,6 +205,12 @@ class StepCosts:
         if self.has_decoded and (self._n_unfitted >= _N_REFIT or len(self._prompts) < _N_REFIT):
             self._fit()
 
+    def learn_waits(self, seconds: float, waited_s: float) -> float:
+        """Learn that a run waited for so long, and return the share of its time that was not waited."""
+        busy = max(_LEAST_BUSY, 1 - waited_s / seconds) if seconds else 1.0
+        self._slower.append(1 / busy)
+        return busy
+
     def learn_copy(self, n_cells: int, seconds: float) -> None:
         """Learn from a copy of `n_cells` cells between slots."""
         if n_cells and seconds:
@@ -209,7 +222,7 @@ class StepCosts:
         return int(seconds / cell_s) if cell_s and seconds else None
 
     def decode_s(self, n_rows: int) -> float | None:
-        """Return the seconds of a step of `n_rows` decoding rows; None if no step was measured.
+        """Return the seconds of computing of a step of `n_rows` decoding rows; None if no step was measured.
 
         The estimate of an unmeasured width is that of the nearest one, scaled up if it is much wider. Under load every
         step may have prompts in it, and an estimate that is too short would starve them for ever.
@@ -222,7 +235,7 @@ class StepCosts:
         )
 
     def seen_s(self, n_rows: int) -> float:
-        """Return the seconds of a step of the measured width nearest to `n_rows`; 0 if no step was measured."""
+        """Return the seconds of computing of the measured width nearest to `n_rows`; 0 if no step was measured."""
         nearest = self._nearest(n_rows)
         return 0.0 if nearest is None else self._width_s(nearest)
 
@@ -238,8 +251,13 @@ class StepCosts:
         return self._left_s[n_rows] if times is None else median(times)
 
     @property
+    def slower(self) -> float:
+        """How many times as long as its computing a run takes now, because of other programs."""
+        return median(self._slower)
+
+    @property
     def prompt(self) -> PromptCost | None:
-        """What prompts add to a step; None while too little is known."""
+        """What prompts add to the computing of a step; None while too little is known."""
         return self._prompt
 
     def n_prompt_within(self, n_rows: int, seconds: float, start: int = 0) -> int | None:
@@ -292,7 +310,7 @@ class StepCosts:
         """
         self._n_unfitted = 0
         widths_s = self.widths_s
-        if of_cells := _slopes([s for s in self._prompts if s.n_before >= _LEAST_CELLS], _CELLS):
+        if of_cells := _slopes(self._prompts, _CELLS):
             self._cell_s = max(0.0, median(of_cells))
         steps = [s._replace(seconds=s.seconds - self._cell_s * s.n_before) for s in self._prompts]
         mixed = [step for step in steps if step.n_rows]
@@ -347,9 +365,14 @@ def _slopes(steps: Collection[_Mixed], amount: Callable[[_Mixed], float]) -> lis
         (one.seconds - other.seconds) / (amount(one) - amount(other))
         for one, other in combinations(steps, 2)
         if one.n_rows == other.n_rows
-        and (amount is _TOKENS or abs(one.n_prompt - other.n_prompt) <= _ALIKE * one.n_prompt)
+        and (amount is _TOKENS or _tell_cells(one, other))
         and _differ(amount(one), amount(other))
     ]
+
+
+def _tell_cells(one: _Mixed, other: _Mixed) -> bool:
+    are_alike = abs(one.n_prompt - other.n_prompt) <= _ALIKE * one.n_prompt
+    return are_alike and abs(one.n_before - other.n_before) >= _LEAST_CELLS
 
 
 def _differ(one: float, other: float) -> bool:
@@ -402,7 +425,7 @@ class PromptBudget:
     def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
         """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
         if self.itl_s is not None:
-            return self._n_within(n_rows, self.itl_s, start)
+            return self._n_within(n_rows, self.itl_s / self.costs.slower, start)
         return self._options.prefill_budget
 
     def beside_rows(self) -> dict[int, int]:

@@ -214,6 +214,9 @@ class StepResult:
 
     n_threads: int = 0
     """Threads that computed; 0 if unknown."""
+    waited_s: float = 0.0
+    """Seconds of decoding and sampling in which the thread that computes had no core, or slept until its team was done:
+    most of them because of other programs. 0 if unknown."""
 
     @property
     def later_s(self) -> float:

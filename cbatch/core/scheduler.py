@@ -498,23 +498,24 @@ class ContinuousBatchScheduler:
         self, n_decode: int, n_prompt: int, n_before: float, n_rows: int, result: StepResult
     ) -> None:
         """Add a run to the statistics and to the costs of steps."""
-        n_later, later_s = result.n_steps - 1, result.later_s
+        n_later, first_s, later_s = result.n_steps - 1, result.first_s, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
         if n_drafts := sum(result.n_drafts):
             self._stats.count_drafts(result.n_drafts, result.n_accepted)
-        self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
+        self._stats.count_step(n_rows, n_decode, n_prompt, first_s)
         if n_later:
             self._stats.count_step(n_rows, n_rows, 0, later_s, n_later)
+        busy = self.costs.learn_waits(first_s + later_s, result.waited_s)
         if n_prompt:
-            self.costs.learn_mixed(n_decode, n_prompt, result.first_s, n_before)
+            self.costs.learn_mixed(n_decode, n_prompt, busy * first_s, n_before)
         elif n_drafts:  # of all steps together
             n_mean = n_rows + round(n_drafts / result.n_steps)
-            self.costs.learn_decode(n_mean, (result.first_s + later_s) / result.n_steps)
+            self.costs.learn_decode(n_mean, busy * (first_s + later_s) / result.n_steps)
         else:
-            self.costs.learn_decode(n_rows, result.first_s)
+            self.costs.learn_decode(n_rows, busy * first_s)
             if n_later:
-                self.costs.learn_decode(n_rows, later_s / n_later)
+                self.costs.learn_decode(n_rows, busy * later_s / n_later)
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Move full windows of requests that ask for it; their cells are removed with the next plan."""

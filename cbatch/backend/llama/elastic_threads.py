@@ -8,7 +8,6 @@ short run with another setting, next to runs of the same shape.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -88,10 +87,9 @@ class _Window:
     """Seconds and tokens by the shape of steps: their chunks, and the magnitude of the prompt tokens. And of all steps
     with prompts, and all without, as if they had no chunk."""
 
-    def learn(self, plan: StepPlan, result: StepResult, cpu_s: float) -> None:
-        spent_s = result.decode_s + result.sample_s
-        self.spent_s += spent_s
-        self.waited_s += max(0.0, spent_s - cpu_s)
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        self.spent_s += result.decode_s + result.sample_s
+        self.waited_s += result.waited_s
         n_chunks = len(plan.spans)
         n_tokens = sum([len(c.inputs) for c in plan.spans])
         self._add((n_chunks, (n_tokens - n_chunks).bit_length()), result.first_s, n_tokens)
@@ -125,7 +123,6 @@ class ElasticThreads:
     def __init__(
         self,
         n_most: int,
-        cpu_clock: Callable[[], float] = time.thread_time,
         *,
         waits: Waits | None = None,
         taken: Taken | None = None,
@@ -134,11 +131,10 @@ class ElasticThreads:
         """Make one.
 
         Args:
-            cpu_clock: the clock of the calling thread's CPU time.
             waits: what makes waits short; None where nothing can.
             taken: tells how many cores others keep busy; None where nothing can.
         """
-        self._n_most, self._cpu_clock, self._waits = n_most, cpu_clock, waits
+        self._n_most, self._waits = n_most, waits
         self._is_fixed = is_fixed
         self._best_alone = self._now = Setting(n_most)
         self._window = _Window(self._now)
@@ -158,12 +154,10 @@ class ElasticThreads:
             plan = replace(plan, slice_s=most_s)
         if self._waits is not None:
             self._waits.want(self, self._n_most, is_wanted=window.setting.is_short)
-        begun_s = self._cpu_clock()
         result = compute(plan, window.setting.n_threads)
-        cpu_s = self._cpu_clock() - begun_s
         if result.code or not result.n_steps:
             return result
-        window.learn(plan, result, cpu_s)
+        window.learn(plan, result)
         if window is self._trial:
             self._judge(window)
         elif window.spent_s >= (WINDOW_S if self._now == self._best_alone else TRIAL_S):

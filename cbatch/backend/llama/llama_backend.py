@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -437,13 +438,18 @@ class LlamaBackend:
         if self._adapters is not None:
             self._adapters.use(self._current, plan.adapters)
         is_pooled = self.short_pool is not None and self.short_pool.is_used
-        return self._runner.run(
+        begun_s = time.thread_time()
+        result = self._runner.run(
             plan,
             self._cells.undo,
             cuts=self.cuts,
             is_apart=self.has_prompts_apart and not is_pooled,
             are_apart=self.memory.kind != "unified" and not is_pooled,
         )
+        busy_s = time.thread_time() - begun_s
+        if self._is_on_device:
+            return result
+        return replace(result, waited_s=max(0.0, result.decode_s + result.sample_s - busy_s))
 
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
         """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""

@@ -42,7 +42,6 @@ class Machine:
     cpu_share: Mapping[int, float] = field(default_factory=dict)
     """By threads; 1 where nothing is said."""
     now: float = 0.0
-    cpu_s: float = 0.0
     runs: list[int] = field(default_factory=list)
     """Threads of each run."""
     code: int = 0
@@ -68,11 +67,8 @@ class Machine:
             first_s = first_s or seconds
             n_steps += 1
         self.now += seconds
-        self.cpu_s += seconds * self.cpu_share.get(n_threads, 1.0)
-        return StepResult([[7]], n_steps, decode_s=seconds, first_s=first_s)
-
-    def clock(self) -> float:
-        return self.cpu_s
+        waited_s = seconds * (1 - self.cpu_share.get(n_threads, 1.0))
+        return StepResult([[7]], n_steps, decode_s=seconds, first_s=first_s, waited_s=waited_s)
 
 
 def plan(n_steps: int = N_RUN, *lengths: int) -> StepPlan:
@@ -91,7 +87,7 @@ def do(
 
 
 def threads(machine: Machine, n_most: int = 4) -> ElasticThreads:
-    return ElasticThreads(n_most, machine.clock)
+    return ElasticThreads(n_most)
 
 
 def test_one_core_that_is_taken_costs_one_thread_until_it_is_free() -> None:
@@ -181,7 +177,7 @@ class Others:
 def test_end_of_another_program_is_noticed_at_once() -> None:
     others = Others()
     machine = Machine({1: 0.010, 2: 0.200}, {2: 0.4})
-    found = ElasticThreads(2, machine.clock, taken=others)
+    found = ElasticThreads(2, taken=others)
     do(found, machine, 20)
     assert set(do(found, machine, TRIAL_S)) == {1}  # the next trial is seconds away
     machine.step_s, machine.cpu_share, others.n_taken = {1: 0.010, 2: 0.006}, {}, 0.0
@@ -193,7 +189,7 @@ def test_end_of_another_program_is_noticed_at_once() -> None:
 
 
 def waiting(machine: Machine, n_most: int = 4, *, is_fixed: bool = False) -> ElasticThreads:
-    return ElasticThreads(n_most, machine.clock, waits=machine, is_fixed=is_fixed)
+    return ElasticThreads(n_most, waits=machine, is_fixed=is_fixed)
 
 
 def test_nothing_is_tried_on_a_machine_without_other_programs() -> None:
