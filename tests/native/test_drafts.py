@@ -269,6 +269,17 @@ def test_nothing_is_drafted_where_each_row_costs_as_much_as_a_step() -> None:
     assert n_drafted(results) <= 2 * 2 * (1 + 2 + 3 + 5 + 7)  # each number twice
 
 
+def test_rows_without_an_expected_draft_are_alone_though_more_cost_less() -> None:
+    def row(tokens: list[int]) -> Any:
+        return line(4, 1000 if len(tokens) < 60 else 1)(tokens)
+
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * 2
+    llama = TextLlama(row, lambda n_tokens: 2_000_000 - 50_000 * n_tokens)
+    _, results = generate(llama, prompts, bindings_of(prompts, GREEDY), 300, 7, 64)
+    assert n_accepted(results) > 50
+    assert n_drafted(results) < 1000  # 3,064 where each step is as wide as is cheapest
+
+
 def test_drafts_rest_where_steps_take_longer_than_they_mostly_do() -> None:
     """Half of the steps with drafts, less one, take very long: what they mostly take is short."""
     n_seen = 0
