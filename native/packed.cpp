@@ -229,8 +229,7 @@ public:
 
     bool work_size(int n_threads, const tensor * op, size_t & n_bytes) override {
         const tensor & q = *op->src[0];
-        const int64_t n_sums = is_divided(*op, n_threads) ? q.ne[1] * q.ne[3] * n_parts_of(*op) : n_threads * n_most_heads;
-        n_bytes = n_align + static_cast<size_t>(n_sums * q.ne[2]) * n_part_bytes(static_cast<int32_t>(op->src[2]->ne[0]));
+        n_bytes = n_align + (is_divided(*op, n_threads) ? n_divided_bytes(*op) : n_bytes_of(*op, n_threads * n_most_of(q)));
         return true;
     }
 
@@ -249,8 +248,10 @@ public:
     }
 
 private:
-    static constexpr int64_t n_divided = 512;  // cells
-    static constexpr int64_t n_turns = 4;      // of a thread: one may be done sooner than another
+    static constexpr int64_t n_divided = 512;    // cells
+    static constexpr size_t n_most_bytes = 1U << 25U;  // of the sums of all parts
+    static constexpr int64_t n_turns = 4;        // of a thread: one may be done sooner than another
+    static constexpr int64_t n_most_sums = 192;  // heads of tokens whose sums a thread keeps: they stay in its cache
 
     // Some tokens one after another, which see the same cells and maybe more after them.
     struct group {
@@ -262,8 +263,22 @@ private:
     static bool is_divided(const tensor & op, int64_t n_threads) {
         const tensor & q = *op.src[0];
         const int64_t n_rows = q.ne[3] * q.ne[1];
-        return op.src[1]->ne[1] >= n_divided &&
+        return op.src[1]->ne[1] >= n_divided && n_divided_bytes(op) <= n_most_bytes &&
                (n_rows * op.src[1]->ne[2] < n_threads || (q.ne[1] == 1 && n_rows < n_threads * n_turns));
+    }
+
+    // Bytes of what all heads of some tokens sum up.
+    static size_t n_bytes_of(const tensor & op, int64_t n_tokens) {
+        return static_cast<size_t>(n_tokens * op.src[0]->ne[2]) * n_part_bytes(static_cast<int32_t>(op.src[2]->ne[0]));
+    }
+
+    static size_t n_divided_bytes(const tensor & op) {
+        return n_bytes_of(op, op.src[0]->ne[1] * op.src[0]->ne[3] * n_parts_of(op));
+    }
+
+    // The most tokens that are computed together.
+    static int64_t n_most_of(const tensor & q) {
+        return std::clamp<int64_t>(n_most_sums / q.ne[2], 1, n_most_heads);
     }
 
     static int64_t n_parts_of(const tensor & op) {
@@ -280,13 +295,12 @@ private:
         const tensor & q = *op.src[0];
         const tensor * mask = op.src[3];
         const int64_t n_kv = op.src[1]->ne[2], n_tokens = q.ne[1], n_units_least = params.n_threads * n_turns;
-        const int64_t n_each = std::clamp<int64_t>(q.ne[3] * n_tokens * n_kv / n_units_least, 1, n_most_heads);
+        const int64_t n_each = std::clamp<int64_t>(q.ne[3] * n_tokens * n_kv / n_units_least, 1, n_most_of(q));
         const int64_t n_together = mask == nullptr ? 1 : n_each;
         const int64_t n_groups = (n_tokens + n_together - 1) / n_together, n_all = q.ne[3] * n_groups;
         const int64_t n_kv_each = std::clamp<int64_t>(n_all * n_kv / n_units_least, 1, n_kv);
         const int64_t n_pieces = (n_kv + n_kv_each - 1) / n_kv_each;
-        uint8_t * sums = sums_of(params) + static_cast<size_t>(params.i_thread * n_most_heads * q.ne[2]) *
-                                               n_part_bytes(static_cast<int32_t>(op.src[2]->ne[0]));
+        uint8_t * sums = sums_of(params) + n_bytes_of(op, params.i_thread * n_most_of(q));
         for (int64_t i = params.i_thread; i < n_all * n_pieces; i = ggml.next_chunk(params.threads, 1)) {
             const int64_t i_group = i / n_pieces, first = i_group % n_groups * n_together, i_kv = i % n_pieces * n_kv_each;
             const int64_t after = std::min(first + n_together, n_tokens);
