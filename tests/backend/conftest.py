@@ -34,6 +34,16 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
 
 
 @pytest.fixture(scope="session")
+def longrope_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the path of a model with two sets of rope factors, the long ones for windows above 1,100."""
+    from tests.zoo import write_arch
+
+    said = {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 1100}
+    said |= {"context_length": 4096}
+    return write_arch("llama", tmp_path_factory.mktemp("longrope") / "m.gguf", metadata=said)
+
+
+@pytest.fixture(scope="session")
 def showing_model(synth: SynthFactory) -> Path:
     """Return the path of a random model whose prompts are the text of a message, pictures and sounds included."""
     return synth(

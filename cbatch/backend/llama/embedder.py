@@ -20,7 +20,7 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import host_most
-from cbatch.backend.llama.context import padded, set_computing
+from cbatch.backend.llama.context import N_PAD, padded, set_computing
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.watch import VECTORS, GraphWatch
 from cbatch.backend.threads import teams
@@ -94,8 +94,13 @@ class LlamaEmbedder:
         # the model this costs more than a fuller micro-batch saves
         low, high = _N_FULL
         self.n_full = min(max(low, model.n_embedding // 2), high)
+        self._n_short = (model.n_window_short or 0) // N_PAD * N_PAD
+        """Most cells of a context with the short ones of two sets of rope factors, which longer texts must not have."""
+        if self._n_short:
+            self.n_full = min(self.n_full, self._n_short)
         self.n_texts = 1 if options.exact else N_TEXTS
-        is_shared = self._takes_last and not (self._takes_first or options.exact)
+        is_alone = self._takes_first or options.exact or self._n_short
+        is_shared = self._takes_last and not is_alone
         self.n_shared = N_SHARED if is_shared else 0
         ends_early = self._is_causal and not self._takes_scores
         self._watch = GraphWatch(VECTORS if ends_early else None, has_turns=True)
@@ -185,17 +190,23 @@ class LlamaEmbedder:
     def _make_room(self, n_tokens: int) -> None:
         """Have a context for so many tokens; a longer text than before has a larger one made.
 
+        llama.cpp chooses a model's rope factors by the cells of a context; here a text's own length chooses, whatever
+        texts came before.
+
         Raises:
             TextTooLongError: the free memory is not enough.
             ModelLoadError: llama.cpp cannot make it.
         """
-        if self._n_room >= n_tokens:
+        is_alike = self._is_short(self._n_room) == self._is_short(n_tokens)
+        if self._n_room >= n_tokens and is_alike:
             return
-        n_room = max(self.n_full, self._n_room)
+        n_room = max(self.n_full, self._n_room if is_alike else 0)
         while n_room < n_tokens:
             n_room *= 2
         if n_tokens <= self.n_most:
             n_room = max(self.n_full, min(n_room, self.n_most))
+        if self._is_short(n_tokens):
+            n_room = min(n_room, self._n_short)
         n_bytes, n_free = self._n_bytes(n_room), host_most()
         if n_free is not None and n_bytes > n_free:
             why = (
@@ -215,13 +226,19 @@ class LlamaEmbedder:
         self._has_memory = bool(llama_cpp.llama_get_memory(ctx))
         self._batch = _Batch(int(llama_cpp.llama_n_batch(ctx)))
 
+    def _is_short(self, n_tokens: int) -> bool:
+        """Whether texts of so many tokens have the short ones of two sets of rope factors."""
+        return n_tokens <= self._n_short
+
     def context_params(self, n_room: int) -> Any:
         """Return the parameters of a context with room for `n_room` tokens."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_cells = padded(n_room)
         params.n_batch = params.n_ubatch = n_room
         if self._is_causal:  # in chunks, and with room for a common beginning besides
-            params.n_ctx = 2 * n_cells
+            params.n_ctx = (
+                min(2 * n_cells, self._n_short) if self._is_short(n_room) else 2 * n_cells
+            )
             params.n_batch = max(min(self._options.n_batch, n_cells), N_TEXTS + 1)
             params.n_ubatch = min(self._options.n_ubatch, params.n_batch)
         params.n_seq_max = self.n_texts + self._takes_last

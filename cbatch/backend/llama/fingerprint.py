@@ -109,11 +109,10 @@ def _said(options: EngineOptions, names: Sequence[str]) -> str:
 
 
 def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
-    """Return which of its two sets of factors a model uses. Source: src/llama-model.cpp, get_rope_factors."""
-    said = model.metadata.get(f"{model.architecture}.rope.scaling.original_context_length", "")
-    if not said.isdigit():
+    """Return which of its two sets of factors a model uses in a context whose sequences have so many cells."""
+    if model.n_window_short is None:
         return "one"
-    return "long" if n_ctx_seq > int(said) else "short"
+    return "long" if n_ctx_seq > model.n_window_short else "short"
 
 
 def model_parts(name: str) -> Parts:

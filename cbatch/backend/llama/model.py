@@ -260,6 +260,19 @@ class LlamaModel:
             name == "position_embd.weight" for name, _ in tensor_types(model_parts(self.name))
         )
 
+    @cached_property
+    def n_window_short(self) -> int | None:
+        """Tokens of the longest window with the short ones of two sets of rope factors; None where there is one set.
+
+        Source: src/llama-model.cpp, get_rope_factors, and load_hparams, n_ctx_orig_yarn.
+        """
+        said = self.metadata.get(f"{self.architecture}.rope.scaling.original_context_length", "")
+        names = [name for name, _ in tensor_types(model_parts(self.name))]
+        is_known, has_two = bool(names), any(name.startswith("rope_factors_") for name in names)
+        if is_known and not has_two:
+            return None
+        return int(said) if said.isdigit() else self.n_ctx_train if has_two else None
+
     def read_header(self) -> Header:
         """Return what the file says of itself; an empty header where the file cannot be read."""
         with suppress(DamagedError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import context_cells, make_context
+from cbatch.backend.llama.fingerprint import rope_factors
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.core.span import N_TARGETS_MAX
 
@@ -30,12 +31,17 @@ Source: measured on two models; see docs/understand/performance.md."""
 
 
 def may_have_short_pool(model: LlamaModel, options: EngineOptions) -> bool:
-    """Whether sequences may move between memory of these settings and a pool: several slots with plain cells of f16."""
+    """Whether sequences may move between memory of these settings and a pool: several slots with plain cells of f16.
+
+    llama.cpp chooses a model's rope factors by the cells of a context: both must have the same.
+    """
     has_plain_cells = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     types = {options.cache_type_k, options.cache_type_v}
     is_apart = options.kv == "partitioned" and options.n_slots > 1 and not options.exact
-    is_small = context_cells(model, options) < 4 * N_CELLS
-    return is_apart and has_plain_cells and types == {"f16"} and not is_small
+    n_cells = context_cells(model, options)
+    if not (is_apart and has_plain_cells and types == {"f16"} and n_cells >= 4 * N_CELLS):
+        return False
+    return rope_factors(model, N_CELLS) == rope_factors(model, n_cells // options.n_slots)
 
 
 class ShortPool:

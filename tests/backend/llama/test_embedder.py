@@ -86,6 +86,19 @@ def test_vectors_equal_those_of_plain_llama(models: Any, name: str, pooling: Poo
                     assert lack(vector, oracle.embed(text)) < N_LEAST
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vector_has_the_rope_factors_of_its_own_length(
+    longrope_model: Path, pooling: Pooling
+) -> None:
+    with closing(open_model(longrope_model)) as model:
+        embedder = LlamaEmbedder(model, EngineOptions(), 1, pooling)
+        with closing(embedder), PlainEmbedder(longrope_model, pooling) as oracle:
+            for sizes in ((40, 3), (700,), (1200,), (40, 50), (1024,), (1025,), (3,)):
+                group = texts_of(model.vocab.n_vocab, *sizes)
+                for text, vector in zip(group, embedder.compute(group), strict=True):
+                    assert lack(vector, oracle.embed(text)) < N_LEAST, sizes
+
+
 class WatchedEmbedder(LlamaEmbedder):
     """Notes the nodes at which llama.cpp asks whether to stop."""
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -25,6 +26,7 @@ from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine_options import EngineOptions
+from tests.zoo import write_arch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -230,32 +232,36 @@ def test_number_of_slots_and_their_window_do_not_count(make: MakeBackend, kind: 
         assert {key for key in plain if plain[key] != exact[key]} == {"exact", "pieces"}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("said", "n_ctx_seq", "factors"),
     [
-        (None, 256, "one"),
-        ("", 256, "one"),
-        ("no number", 256, "one"),
-        ("256", 255, "short"),
-        ("256", 256, "short"),
-        ("256", 257, "long"),
+        ({}, 512, "one"),
+        ({"type": "yarn", "original_context_length": 300}, 512, "one"),
+        ({"type": "longrope"}, 4096, "short"),
+        ({"type": "longrope"}, 4097, "long"),
+        ({"type": "longrope", "original_context_length": 300}, 300, "short"),
+        ({"type": "longrope", "original_context_length": 300}, 301, "long"),
     ],
+    ids=str,
 )
 def test_window_beyond_the_original_one_takes_the_long_factors(
-    said: str | None, n_ctx_seq: int, factors: str
+    tmp_path: Path, said: dict[str, Any], n_ctx_seq: int, factors: str
 ) -> None:
-    class Said:
-        architecture = "phi3"
-        metadata = {"phi3.rope.scaling.original_context_length": said} if said is not None else {}
+    metadata = {"context_length": 4096, **{f"rope.scaling.{key}": said[key] for key in said}}
+    path = write_arch("llama", tmp_path / "model.gguf", metadata=metadata)
+    with closing(open_model(path)) as model:
+        assert rope_factors(model, n_ctx_seq) == factors
 
-    assert rope_factors(Said(), n_ctx_seq) == factors  # type: ignore[arg-type]
 
-
-def test_windows_that_take_other_factors_differ_in_them_alone(make: MakeBackend) -> None:
-    shape = {"metadata": {"llama.rope.scaling.original_context_length": 300}}
-    short, shorter, long = (
-        make("partitioned", shape=shape, n_ctx=n_ctx).fingerprint(()) for n_ctx in (768, 384, 1536)
-    )
+@pytest.mark.real
+def test_windows_that_take_other_factors_differ_in_them_alone(longrope_model: Path) -> None:
+    found = []
+    for n_window in (512, 1024, 1280):
+        options = EngineOptions(kv="partitioned", parallel=2, ctx_per_seq=n_window)
+        with closing(LlamaBackend(open_model(longrope_model), Tuning(options))) as backend:
+            found.append(backend.fingerprint(()))
+    shorter, short, long = found
     assert short == shorter
     assert {key for key in short if short[key] != long[key]} == {"rope factors"}
     assert (short["rope factors"], long["rope factors"]) == ("short", "long")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -298,6 +299,21 @@ def test_other_memory_has_no_pool(make: MakeBackend, setting: str) -> None:
     backend = make(kind, has_short_pool=True, **{**SIZES, **given})
     assert backend.short_pool is None
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
+
+
+@pytest.mark.parametrize(("n_window", "has_pool"), [(1024, True), (1280, False)])
+def test_pool_has_the_rope_factors_of_the_slots(
+    longrope_model: Path, n_window: int, has_pool: bool
+) -> None:
+    found = []
+    for has_short_pool in (False, True):
+        options = EngineOptions(parallel=4, ctx_per_seq=n_window, kv="partitioned", n_threads=1)
+        tuning = Tuning(options, has_short_pool=has_short_pool)
+        with closing(LlamaBackend(open_model(longrope_model), tuning)) as backend:
+            bind_all(backend)
+            found += rows_of(backend, [chunk(0, 0, [5 + i for i in range(40)])])
+            assert (backend.short_pool is not None) == (has_short_pool and has_pool)
+    assert found[1] == pytest.approx(found[0], abs=0.01)
 
 
 def test_context_that_cannot_be_made_costs_nothing(
