@@ -314,20 +314,21 @@ class LlamaEmbedder:
     def _share(self, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Have what the texts begin with in common in all their sequences, and nothing else; return it."""
         memory = llama_cpp.llama_get_memory(self._ctx)
-        prefix = self._prefix if self._prefix and _all_begin(texts, self._prefix) else ()
-        if not prefix and self.n_shared and len(texts) > 1:
-            prefix = _common(texts)
+        kept = self._prefix if self._prefix and _all_begin(texts, self._prefix) else ()
+        prefix = _common(texts) if self.n_shared and len(texts) > 1 else kept
         if not prefix or len(prefix) < self.n_shared:
             self._clear()
             return ()
-        if prefix != self._prefix:
+        if not kept:
             self._clear()
-            self._set_embeddings(is_on=False)
-            for chunk in _chunks([(self.n_texts, 0, prefix)], self._n_chunk):
-                self._run(*_columns(chunk), has_outputs=False)
-            self._prefix = prefix
         for i in range(self.n_texts):
             llama_cpp.llama_memory_seq_rm(memory, i, -1, -1)
+        if prefix != kept:
+            self._set_embeddings(is_on=False)
+            rest = (self.n_texts, len(kept), prefix[len(kept) :])
+            for chunk in _chunks([rest], self._n_chunk):
+                self._run(*_columns(chunk), has_outputs=False)
+            self._prefix = prefix
         for i in range(len(texts)):
             llama_cpp.llama_memory_seq_cp(memory, self.n_texts, i, -1, -1)
         return prefix

@@ -99,6 +99,20 @@ def test_vector_has_the_rope_factors_of_its_own_length(
                     assert lack(vector, oracle.embed(text)) < N_LEAST, sizes
 
 
+def test_common_beginning_that_goes_on_behind_the_last_one_is_computed_once(models: Any) -> None:
+    path = models("test")
+    with closing(open_model(path)) as model:
+        embedder = LlamaEmbedder(model, EngineOptions(), 1, "last")
+        with closing(embedder), PlainEmbedder(path, "last") as oracle:
+            n_vocab = model.vocab.n_vocab
+            long = texts_of(n_vocab, 600)[0]
+            embedder.compute([long])  # the context keeps its size
+            for before, n_texts in ((long[:20], 2), (long[:400], 60), (long[:30], 2)):
+                group = texts_of(n_vocab, *[1] * n_texts, before=before)
+                for text, vector in zip(group[:4], embedder.compute(group), strict=False):
+                    assert lack(vector, oracle.embed(text)) < N_LEAST
+
+
 class WatchedEmbedder(LlamaEmbedder):
     """Notes the nodes at which llama.cpp asks whether to stop."""
 
