@@ -218,7 +218,18 @@ class LlamaModel:
         """Whether the model gives vectors, or scores of documents."""
         is_both = self.is_encoder and llama_cpp.llama_model_has_decoder(self.pointer)
         is_other = llama_cpp.llama_model_is_diffusion(self.pointer) or self.architecture in _NO_TEXT
-        return bool(self.vocab.n_vocab) and not (is_both or is_other)
+        return bool(self.vocab.n_vocab) and not (is_both or is_other) and self._has_readable_vectors
+
+    @cached_property
+    def _has_readable_vectors(self) -> bool:
+        """Whether a graph's vectors are as wide as llama.cpp reads them; where they are less, it ends the process.
+
+        A dense layer behind the last one makes other widths. Without one, `n_embedding` is the width of what a head for
+        draft tokens takes. Source: src/llama-context.cpp, decode; src/models/deepseek4.cpp, n_embd_out_impl.
+        """
+        if self.n_embedding == self.n_width:
+            return True
+        return any(name.startswith("dense_") for name, _ in tensor_types(model_parts(self.name)))
 
     @property
     def n_embed_max(self) -> int:

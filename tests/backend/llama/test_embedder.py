@@ -13,13 +13,15 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
-from cbatch.backend.llama.embedder import LlamaEmbedder
+from cbatch.backend.llama.embedder import LlamaEmbedder, check_pooling
+from cbatch.backend.llama.model import facts_of
 from cbatch.backend.load.loader import load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineClosedError, PlanError, UnsupportedTaskError
 from tests.oracle.embeddings import PlainEmbedder
+from tests.zoo import write_arch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,6 +199,32 @@ def test_plans_that_would_end_the_process_are_refused(models: Any) -> None:
                 embedder.compute(texts)
         with pytest.raises(UnsupportedTaskError):
             backend.make_embedder("rank")
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "n_embedding"),
+    [
+        ("deepseek4", {}, None),  # its head for draft tokens takes more than a vector
+        ("lfm2", {"embedding_length_out": 32}, 32),  # of a dense layer
+        ("lfm2", {}, 64),
+    ],
+    ids=str,
+)
+def test_vectors_that_are_not_as_wide_as_llama_reads_are_refused(
+    tmp_path: Path, name: str, metadata: dict[str, int], n_embedding: int | None
+) -> None:
+    path = write_arch(name, tmp_path / "model.gguf", metadata=metadata)
+    with closing(open_model(path, is_trial=True)) as model:
+        facts = facts_of(model)
+        assert (facts.can_embed, facts.n_embedding) == (n_embedding is not None, n_embedding or 0)
+        if n_embedding is None:
+            with pytest.raises(UnsupportedTaskError, match="deepseek4"):
+                check_pooling(model, "last")
+            return
+        with closing(LlamaEmbedder(model, EngineOptions(), 1, "last")) as embedder:
+            (vector,) = embedder.compute([(5, 6, 7)])
+            assert vector is not None
+            assert vector.shape == (n_embedding,)
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
