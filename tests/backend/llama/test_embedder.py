@@ -101,7 +101,7 @@ def test_vector_has_the_rope_factors_of_its_own_length(
                     assert lack(vector, oracle.embed(text)) < N_LEAST, sizes
 
 
-def test_common_beginning_that_goes_on_behind_the_last_one_is_computed_once(models: Any) -> None:
+def test_longer_common_beginning_than_before_is_computed_once(models: Any) -> None:
     path = models("test")
     with closing(open_model(path)) as model:
         embedder = LlamaEmbedder(model, EngineOptions(), 1, "last")
@@ -210,7 +210,7 @@ def test_plans_that_would_end_the_process_are_refused(models: Any) -> None:
     ],
     ids=str,
 )
-def test_vectors_that_are_not_as_wide_as_llama_reads_are_refused(
+def test_vectors_narrower_than_llama_reads_are_refused(
     tmp_path: Path, name: str, metadata: dict[str, int], n_embedding: int | None
 ) -> None:
     path = write_arch(name, tmp_path / "model.gguf", metadata=metadata)
