@@ -13,10 +13,11 @@ from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import load
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, values_of
 from cbatch.runtime.waking import do_to_end
 from cbatch.support.checks import check_path, reading, shown
 from cbatch.support.hub import is_hub_name
+from cbatch.support.plain import text_of_plain
 
 _OF_LOAD = ("options", "threaded", "replicas", "n_sharing")
 
@@ -195,8 +196,9 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: object) -> object:
     """Return settings as JSON has them; TypeError for a value that it cannot have."""
     if isinstance(value, RunOptions):
-        given = {name: getattr(value, name) for name in RunOptions.__dataclass_fields__}
-        return _plain({name: v for name, v in given.items() if v is not None})
+        if (text := text_of_plain(values_of(value))) is None:
+            raise TypeError("its options have a function")
+        return text  # the order of keys counts, as in the schemas of tools
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
@@ -593,5 +594,7 @@ class RunOptions:
 _SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)
 """Options that are values of `Sampling` as they are."""
 _NAMES = frozenset(f.name for f in fields(RunOptions))
+values_of = attrgetter(*(f.name for f in fields(RunOptions)))
+"""Returns the values of options, in the order of their fields."""
 NO_OPTIONS = RunOptions()
 """Options of which none is set."""

@@ -84,7 +84,7 @@ class CbatchAPI(ModelAPI):
 
     def connection_key(self) -> str:
         """Return a name for the engine: its requests are counted together."""
-        return repr(self._spec)
+        return f"cbatch {hash(self._spec)}"
 
     def collapse_user_messages(self) -> bool:
         """Join messages of a user that follow each other: many templates refuse them."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, values_of
 from cbatch.support.interrupts import HeldBack
+from cbatch.support.plain import text_of_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,16 +92,15 @@ class Copies:
 
 
 def _key_of(prompt: BatchPrompt, run_options: RunOptions) -> bytes | None:
-    """Return a digest of what a request's only answer depends on; None where equal requests may differ."""
+    """Return a digest of what a request's only answer depends on; None where it may not be shared."""
     own = RunOptions.of(prompt.options)
     options = own.over(run_options)
     is_drawn = options.temperature != 0 and options.seed is None and not options.choice_probs
     is_own = options.logits_processor is not None or options.save_cache or options.slot is not None
     if is_drawn or is_own or options.n_choices > 1 or options.pause_every is not None:
         return None
-    asked = prompt.messages, prompt.prompt, prompt.tokens, repr(own)
-    text = json.dumps(asked, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    text = text_of_plain((prompt.messages, prompt.prompt, prompt.tokens, values_of(own)))
+    return None if text is None else hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _copied(result: BatchResult, copies: Sequence[tuple[int, str]]) -> Parcel:

@@ -15,11 +15,12 @@ from cbatch.errors import (
     PromptError,
     UnsupportedOptionError,
 )
-from cbatch.options import MAX_SEED, NO_OPTIONS, Grammar, RunOptions
+from cbatch.options import MAX_SEED, NO_OPTIONS, Grammar, RunOptions, values_of
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits, check_labels
 from cbatch.support.checks import check_seconds
+from cbatch.support.plain import are_same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,8 @@ class OptionsMerger:
         if own.logits_processor is not None:  # the caller's object, which need not be comparable
             return own.over(others)
         last_own, last_others, settled = self._last
-        if last_others is not others or last_own != own:
+        is_known = last_own is own or are_same(values_of(last_own), values_of(own))
+        if last_others is not others or not is_known:
             settled = own.over(others)
             self._last = own, others, settled
         return settled
@@ -113,7 +115,7 @@ class SequenceMaker:
 
     def is_own_fault(self, item: BatchPrompt, run_options: RunOptions) -> bool:
         """Whether a prompt that was refused could run without the options of its own."""
-        if RunOptions.of(item.options) == NO_OPTIONS:
+        if are_same(values_of(RunOptions.of(item.options)), values_of(NO_OPTIONS)):
             return False
         try:
             self.request(replace(item, options=None), UNNAMED, run_options, 0.0, math.inf)

@@ -124,6 +124,35 @@ def plain(value: Any) -> object:
     return value if number is None else number
 
 
+def are_same(value: object, other: object) -> bool:
+    """Whether plain values are the same in type and order, too: 1, 1.0 and True differ, and so do 0.0 and −0.0."""
+    kind = type(value)
+    if value is other or kind is not type(other):
+        return value is other
+    if isinstance(value, dict) and isinstance(other, dict):
+        return are_same([*value], [*other]) and are_same([*value.values()], [*other.values()])
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(are_same, value, other))
+    return repr(value) == repr(other) if kind is float else kind in LEAVES and value == other
+
+
+def text_of_plain(value: object) -> str | None:
+    """Return a text that no other value has, as `are_same` tells them apart; None where a value in it is not plain."""
+    try:
+        return repr(value) if _is_plain(value) else None
+    except Exception:  # an integer with too many digits, or the caller's own code
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    kind: Any = type(value)
+    if kind.__repr__ is dict.__repr__:
+        return _is_plain([*value]) and _is_plain([*value.values()])
+    if kind.__repr__ in (list.__repr__, tuple.__repr__):
+        return LEAVES.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return kind in LEAVES
+
+
 def plain_for_json(value: Any) -> object:
     """Return the plain value that JSON can write, for `json.dumps(…, default=…)`; a TypeError where there is none."""
     if is_a(value, Mapping):

@@ -36,6 +36,7 @@ from cbatch.runtime.output import Origin
 from cbatch.support.checks import MAX_INT, check_int, shown
 from cbatch.support.interrupts import Sleepers
 from cbatch.support.logs import FIELDS
+from cbatch.support.plain import are_same
 from cbatch.support.thread_start import start
 from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.protocol_commands import (
@@ -535,7 +536,7 @@ class _LastOptions:
 
     def of(self, said: dict[str, Any] | None) -> RunOptions:
         """Return options over the default ones. Raises a ConfigError where one is unknown or wrong."""
-        if said != self._said:
+        if not are_same(said, self._said):
             self._options = heard_options(said or {}).over(self._default)
             self._said = said
         return self._options

@@ -267,6 +267,13 @@ def test_processor_of_any_kind_works_wherever_numpy_raises(engine: Engine) -> No
         assert answer(engine, Incomparable()).error is None
 
 
+def test_wrong_request_with_a_processor_of_any_kind_is_refused_alone(fake: Engine) -> None:
+    prompts: list[Prompt] = ["a", with_own(Incomparable(), slot=99)]
+    good, wrong = fake.run(prompts).results(return_errors=True)
+    assert good.error is None
+    assert isinstance(wrong.error, ConfigError)
+
+
 def test_grammar_binds_what_a_processor_leaves(engine: Engine) -> None:
     grammar = "0" if not engine.model_facts.path else "[AB]+"
     found = answer(engine, nothing, regex=grammar)

@@ -46,6 +46,12 @@ def test_specs_of_equal_content_are_equal_also_after_pickling() -> None:
     assert len(others) == 3
 
 
+def test_specs_are_told_apart_by_types_and_order_of_keys_in_options() -> None:
+    values = [{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": True, "b": 2}, {"a": 1.0, "b": 2}]
+    specs = {cbatch.EngineSpec(options={"chat_template_kwargs": {"x": v}}) for v in values}
+    assert len(specs) == len(values)
+
+
 def test_paths_of_a_spec_mean_the_same_file_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
@@ -14,12 +16,14 @@ from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.files import run_file
 from cbatch.runtime import copies
 from tests.kinds import each_kind, engine_on
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from cbatch.engine import Engine
+    from cbatch.response import BatchResult
 
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "seed": 1}
 """With a seed, for the fake backend draws also greedy tokens by it."""
@@ -121,6 +125,63 @@ def test_answers_that_are_kept_have_a_limit(
     items = [f"{i % 20}" for i in range(200)]
     results = engine.run(iter(items), options=GREEDY, dedupe=True).results()
     assert [r.text for r in results[:20]] * 10 == [r.text for r in results]
+
+
+CHAT: list[Any] = [{"role": "user", "content": "a text"}]
+PAD = "x" * 100
+
+plain_values = st.sampled_from([None, True, False, 0, 1, 0.0, -0.0, 1.0, "1"])
+mappings = st.lists(st.tuples(st.sampled_from("ab"), plain_values), max_size=2).map(dict)
+close_values = st.one_of(plain_values, mappings, st.lists(plain_values, max_size=2))
+
+
+def a_tool(value: Any) -> dict[str, Any]:
+    schema = {"type": "object", "description": PAD, "properties": {"a": {"const": value}}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+KINDS: dict[str, Any] = {
+    "chat_template_kwargs": close_values.map(lambda value: {"pad": PAD, "value": value}),
+    "tools": close_values.map(lambda value: [a_tool(value)]),
+    "regex": st.sampled_from("01").map(lambda parity: "0" * 100 + parity),
+    "stop": st.sampled_from("aeiou").map(lambda text: [PAD, text]),
+}
+several_close = st.sampled_from([*KINDS]).flatmap(
+    lambda name: st.lists(KINDS[name].map(lambda value: {name: value}), min_size=2, max_size=5)
+)
+
+
+def what(results: list[BatchResult]) -> list[tuple[object, ...]]:
+    return [(r.text, r.token_ids, r.finish_reason, r.usage.prompt_tokens) for r in results]
+
+
+@each_kind
+def test_requests_with_options_that_are_close_are_answered_as_alone() -> None:
+    def alone(options: dict[str, Any]) -> BatchResult:
+        with engine_on(FakeBackend(1, 512, 64), threaded=False, options=GREEDY) as other:
+            return other.submit(CHAT, options=options).result()
+
+    with engine_on(FakeBackend(4, 512, 64), options=GREEDY) as engine:
+
+        @settings(max_examples=examples(100))
+        @given(several_close)
+        def check(several: list[dict[str, Any]]) -> None:
+            wanted = what([alone(options) for options in several])
+            items = [BatchPrompt(messages=CHAT, options=options) for options in several]
+            assert what(engine.run(items).results()) == wanted
+            assert what(engine.run(items, dedupe=True).results()) == wanted
+            assert what([engine.submit(CHAT, options=o).result() for o in several]) == wanted
+
+        check()
+
+
+def test_messages_of_any_keys_and_values_are_answered_and_told_apart(engine: Engine) -> None:
+    odd: list[Any] = [1, True, 1.0, 10**5000, {2: 1, "b": 2}, {"b": 2, 2: 1}, b"x", object()]
+    items = [BatchPrompt(messages=[CHAT[0] | {5: value}]) for value in odd]
+    engine.reset_stats()
+    results = engine.run(items, options=GREEDY, dedupe=True).results()
+    assert len({r.text for r in results}) == 1
+    assert engine.stats().n_submitted == len(odd)
 
 
 def test_awaited_and_wrong(engine: Engine) -> None:

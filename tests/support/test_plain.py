@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import math
 from collections import UserDict, UserList
+from copy import deepcopy
 from dataclasses import replace
 from decimal import Decimal
 from enum import Enum, IntEnum
@@ -16,12 +17,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbatch.engine_options import MAX_THREADS, EngineOptions
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt, as_prompts, is_source
 from cbatch.options import RunOptions
 from cbatch.support.checks import check_seconds
+from cbatch.support.plain import are_same, text_of_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -473,3 +477,34 @@ def test_file_is_refused_with_the_way_to_run_it(tmp_path: Path) -> None:
     path.write_text("a\nb\n")
     with path.open() as file, pytest.raises(ConfigError, match="run_file or stream_file"):
         is_source(file)
+
+
+leaves = st.sampled_from([None, True, False, 0, 1, 0.0, -0.0, 1.0, "", "1", "True", "\ud800"])
+nested: st.SearchStrategy[Any] = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.tuples(inner)
+        | st.lists(st.tuples(leaves, inner), max_size=2).map(dict)
+    ),
+    max_leaves=4,
+)
+
+
+@given(nested, nested)
+def test_plain_values_are_the_same_where_python_writes_them_alike(one: Any, other: Any) -> None:
+    is_written_alike = repr(one) == repr(other)
+    assert are_same(one, other) == is_written_alike
+    assert (text_of_plain(one) == text_of_plain(other)) == is_written_alike
+    assert are_same(one, deepcopy(one))
+
+
+class Secretive(dict[str, int]):
+    def __repr__(self) -> str:
+        return "{}"
+
+
+def test_values_that_are_not_plain_have_no_text() -> None:
+    for value in (b"", Scalar(1), Secretive(a=1), Role.USER, 10**5000, Shout("a")):
+        assert text_of_plain({"a": [value]}) is None
+        assert are_same([value], [value])
