@@ -833,7 +833,8 @@ class Engine:
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends that.
 
-        If `into` raises, the error is logged and `into` is called no more; requests are not affected.
+        If `into` raises, the error is logged and `into` is called no more; requests are not affected. In the program's
+        main thread, with `threaded=False`, what is no `Exception`, such as Ctrl-C, is raised by `step`.
         """
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")

@@ -106,8 +106,8 @@ class LogitsProcessor(Protocol):
             None, or the logits to use instead: (n_vocab,) floats without NaN and +∞.
 
         Raises:
-            Exception: ends only this request, with a `RequestFailedError` whose cause it is. Another `BaseException`
-                ends the engine, or is raised by `Engine.step`.
+            BaseException: ends only this request, with a `RequestFailedError` whose cause it is. In the program's main
+                thread, with `threaded=False`, one that is no `Exception`, such as Ctrl-C, is raised by `Engine.step`.
         """
         ...
 

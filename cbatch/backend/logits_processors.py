@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.errors import RequestFailedError, words_of
+from cbatch.support.interrupts import is_for_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,8 +72,8 @@ class LogitsProcessors:
             row: (n_vocab,) float32, the model's logits; changed in place. The processor gets a copy, which it may keep.
 
         Raises:
-            RequestFailedError: the processor raised an `Exception`, which is the cause, or returned no valid row.
-            BaseException: as the processor raised it, if it is no `Exception`.
+            RequestFailedError: the processor raised an error, which is the cause, or returned no valid row.
+            BaseException: as the processor raised it, if it is the program's: see `is_for_program`.
         """
         if not _is_sound(row):
             return
@@ -82,7 +83,9 @@ class LogitsProcessors:
             _take(given if found is None else found, row)
         except RequestFailedError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_for_program(error):
+                raise
             raise RequestFailedError(f"logits_processor raised {_said(error)}") from error
         if not _is_sound(row):
             raise RequestFailedError(
@@ -110,7 +113,7 @@ def _take(found: object, row: NDArray[np.float32]) -> None:
     )
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {words_of(error)}"
     except Exception:  # its own code runs as it is shown

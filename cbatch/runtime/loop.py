@@ -22,7 +22,7 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.row_comparison import RowComparison, check_comparable, check_room, compare_rows
 from cbatch.runtime.side_work import SideWork
 from cbatch.runtime.step_record import StepRecord, record_of
-from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_locked_here
+from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_for_program, is_locked_here
 from cbatch.support.logs import HeldLogs, Log, is_handling
 from cbatch.support.thread_start import started
 
@@ -180,7 +180,9 @@ class Loop:
                 self.recorder(
                     replace(record, n_waiting=n_waiting, apply_s=apply_s, deliver_s=deliver_s)
                 )
-        except Exception:
+        except BaseException as error:
+            if is_for_program(error):
+                raise
             self.recorder = None
             _log.fail("the function given to record_steps raised and is called no more")
 

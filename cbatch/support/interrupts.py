@@ -57,6 +57,24 @@ def is_locked_here() -> bool:
     return _here.n_held_back > 0 or any(lock._is_owned() for lock in _here.locks)
 
 
+def is_for_program(error: BaseException) -> bool:
+    """Whether an error of a callback is the program's: no `Exception`, in the thread where signals are handled."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and not isinstance(error, Exception)
+
+
+class Contained:
+    """A block whose errors are dropped, except those that are the program's."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return error is not None and not is_for_program(error)
+
+
 class Postponed:
     """A block in which signal handlers are called at once, and the first exception of one is raised at the end.
 

@@ -7,9 +7,10 @@ import logging
 import re
 import sys
 import threading
-from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
+
+from cbatch.support.interrupts import Contained, is_for_program
 
 FIELDS = "cbatch"
 """The attribute of a record that holds the values of its line by name."""
@@ -65,11 +66,9 @@ class HeldLogs:
         for logger, record in self._records:
             try:
                 logger.handle(record)
-            except Exception:  # noqa: PERF203
-                pass
-            except BaseException as error:  # such as Ctrl-C
-                struck = struck or error
-        if struck is not None and threading.current_thread() is threading.main_thread():
+            except BaseException as error:  # noqa: PERF203
+                struck = struck or (error if is_for_program(error) else None)
+        if struck is not None:
             raise struck
 
 
@@ -91,23 +90,23 @@ class Log:
 
     def tell(self, event: str, **values: object) -> None:
         """Log an event at level INFO, with its values as `name=value` and as the record's `FIELDS`."""
-        with suppress(Exception):
+        with Contained():
             pairs = " ".join(f"{name}={_shown(value)}" for name, value in values.items())
             self._put(logging.INFO, "%s %s", (event, pairs), extra={FIELDS: values})
 
     def write(self, level: int, text: str, *args: object) -> None:
         """Log a line, as `logging.Logger.log` does."""
-        with suppress(Exception):
+        with Contained():
             self._put(level, text, args)
 
     def warn(self, text: str, *args: object) -> None:
         """Log a warning."""
-        with suppress(Exception):
+        with Contained():
             self._put(logging.WARNING, text, args)
 
     def fail(self, text: str) -> None:
         """Log an error with the exception that is being handled."""
-        with suppress(Exception):
+        with Contained():
             self._put(logging.ERROR, text, (), error=sys.exc_info())
 
     def _put(

@@ -29,7 +29,7 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
-from cbatch.support.interrupts import Sleepers
+from cbatch.support.interrupts import Contained, Sleepers
 from cbatch.support.logs import FIELDS, Log
 from cbatch.support.thread_start import start
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
@@ -573,7 +573,7 @@ class Pool:
     def _take_events(self, connection: Connection, said: Frame) -> None:
         """Take what a frame has besides output; answers to calls last, for they come after it."""
         for line in said.logs:
-            with suppress(Exception):  # of a handler: it loses its line alone
+            with Contained():  # of a handler: it loses its line alone
                 more = {FIELDS: line.values}
                 logging.getLogger(line.logger).log(line.level, "%s", line.text, extra=more)
         for error in (*said.errors, *said.died):
@@ -590,7 +590,7 @@ class Pool:
         try:
             if self.recorder is not None:
                 self.recorder(record)
-        except Exception:
+        except BaseException:  # never the program's: this is not its main thread
             self.recorder = None
             _log.fail("the function given to record_steps raised and is called no more")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,8 +203,19 @@ def emptied(token_ids: Ids, logits: Row) -> None:
     logits.resize(0, refcheck=False)
 
 
+def leaving(token_ids: Ids, logits: Row) -> None:
+    if len(token_ids) % 2:
+        sys.exit(3)
+
+
+def cancelling(token_ids: Ids, logits: Row) -> None:
+    raise asyncio.CancelledError
+
+
 FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
     "raises": (raising, "logits_processor raised KeyError: 'odd'"),
+    "leaves": (leaving, "logits_processor raised SystemExit: 3"),
+    "cancels": (cancelling, "logits_processor raised CancelledError"),
     "shape": (lambda _, row: row[1:], "must return None or a numpy array of .* floats"),
     "rows": (lambda _, row: row[None], "must return None or a numpy array of .* floats"),
     "type": (lambda _, row: row.astype(np.int64), "not an array of shape .* and type int64"),
@@ -227,8 +240,8 @@ FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
         *(
             pytest.param(kind, name, marks=pytest.mark.real)
             for kind, name in zip(
-                ["plain", "exact", "pool"] * 2,
-                ["raises", "shape", "own code", "emptied", "nan", "all banned"],
+                ["plain", "exact", "pool"] * 2 + ["plain"],
+                ["leaves", "raises", "shape", "own code", "emptied", "nan", "all banned"],
                 strict=True,
             )
         ),
@@ -244,7 +257,8 @@ def test_failing_processor_ends_its_request_alone(engine: Engine, name: str) -> 
     with pytest.raises(RequestFailedError, match=said):
         raise failed.error  # type: ignore[misc]
     assert failed.error is not None
-    assert isinstance(failed.error.__cause__, KeyError if "raised" in said else None.__class__)
+    kinds = (KeyError, SystemExit, asyncio.CancelledError) if "raised" in said else type(None)
+    assert isinstance(failed.error.__cause__, kinds)
     assert [r.token_ids for i, r in enumerate(found) if i != 1] == [*alone[:1], *alone[2:]]
     assert answer(engine, None).error is None
 

@@ -306,6 +306,23 @@ def test_handlers_get_lines_in_order_and_find_no_step_half_done() -> None:
         assert [r.finish_reason for r in all_results(engine.run(["b"]))] == ["length"]
 
 
+def test_callbacks_that_raise_system_exit_disturb_no_request() -> None:
+    places: set[str] = set()
+
+    def leave(place: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            places.add(place)
+            raise SystemExit
+
+    with engine_on(FakeBackend(2, 256, 16), options=OPTIONS) as engine:
+        engine.record_steps(lambda _: leave("recorder"))
+        with logged("cbatch", lambda _: leave("log")):
+            for _ in range(2):
+                found = all_results(engine.run(["a", "b"]))
+                assert [r.finish_reason for r in found] == ["length"] * 2
+            wait_until(lambda: places == {"recorder", "log"})
+
+
 @thread_only(Reason.OWNER)
 def test_handler_in_another_thread_waits_for_no_step() -> None:
     seen: list[tuple[str, int]] = []

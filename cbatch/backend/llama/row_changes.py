@@ -56,7 +56,7 @@ class RowChanges:
             self.addresses[i] = row.ctypes.data
 
     def told(self, result: StepResult) -> StepResult:
-        """Return a step's result with the failures. Raise what a processor raised, if it is no `Exception`."""
+        """Return a step's result with the failures. Raise what a processor raised, if it is the program's."""
         if self._stopped is not None:
             raise self._stopped
         return replace(result, failures=self._failures) if self._failures else result
