@@ -169,4 +169,4 @@ async def results_of(response: BatchResponse) -> list[BatchResult]:
         return await response
     except BatchError as error:
         failed = next(result.error for result in error.results if result.error is not None)
-        raise failed from None
+    raise failed  # not within the block, so that its cause stays

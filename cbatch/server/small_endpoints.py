@@ -315,7 +315,8 @@ async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str)
             exchange, desk.engine.count_tokens, prompt, options=asked.options
         )
     except CBatchError as error:
-        raise with_param(error, asked, call.prompt_field) from None
+        problem = with_param(error, asked, call.prompt_field)
+        raise problem from (error.__cause__ if problem is error else None)
     headers = ignored_header(asked.ignored)
     await exchange.respond_json({"input_tokens": n_tokens, **more}, headers=headers)
 

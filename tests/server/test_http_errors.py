@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
 from cbatch import errors
+from cbatch.backend.fake.fake_tokens import FakeVocab
 from cbatch.server.http_errors import problem_of
 from cbatch.server.pulse import Pulse
 from cbatch.server.web_page import page_files
@@ -79,6 +80,29 @@ def test_lack_of_processes_is_told_as_passing() -> None:
     problem = problem_of(failed)
     assert (problem.status, problem.code) == (503, "no_resources")
     assert problem.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {}),
+        (CHAT, {"stream": True}),
+        ("/v1/chat/completions/input_tokens", {}),
+        ("/apply-template", {}),
+    ],
+)
+def test_chat_without_a_process_for_its_template_may_be_sent_again(
+    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*args: object, **named: object) -> None:
+        raise errors.RequestFailedError("no process for the template") from OSError("it died")
+
+    for name in ("render", "render_text"):
+        monkeypatch.setattr(FakeVocab, name, render)
+    with fake_app() as app:
+        answer = call(app, path, {**ASKED, **more})
+    assert error_of(answer, 503)["code"] == "no_resources"
+    assert answer.headers["retry-after"] == "1"
 
 
 def test_health_tells_no_path_of_the_server() -> None:
