@@ -9,6 +9,8 @@ import math
 from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any
 
+from cbatch.support.lazy_json import LazyList
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -28,10 +30,13 @@ def finish_of(result: BatchResult) -> str:
 
 def tokens_as_json(tokens: Iterable[TokenLogprob | None]) -> list[dict[str, object] | None]:
     """Return log-probabilities as they are in cbatch's lines; null for a token without one."""
-    return [None if token is None else _token_as_json(token) for token in tokens]
+    return [*map(token_as_json, tokens)]
 
 
-def _token_as_json(token: TokenLogprob) -> dict[str, object]:
+def token_as_json(token: TokenLogprob | None) -> dict[str, object] | None:
+    """Return one of the log-probabilities of `tokens_as_json`."""
+    if token is None:
+        return None
     said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
     return {**said, "top": tokens_as_json(token.top)} if token.top else said
 
@@ -54,8 +59,12 @@ def logprob_of(token: TokenLogprob) -> float | None:
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return log-probabilities as a chat completion has them, with llama-server's ids of tokens."""
-    content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
-    return {"content": content, "refusal": None}
+    return {"content": [*map(chat_token, tokens)], "refusal": None}
+
+
+def chat_token(token: TokenLogprob) -> dict[str, Any]:
+    """Return one of the log-probabilities of `chat_logprobs`."""
+    return _token(token) | {"top_logprobs": [*map(_token, token.top)]}
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
@@ -80,10 +89,10 @@ def completion_logprobs(
         has_tops = any(token.top for token in tokens)
     place = place or TextPlace()
     return {
-        "tokens": [token_text(token) for token in tokens],
+        "tokens": LazyList(token_text, tokens),
         "token_ids": [token.token_id for token in tokens],
-        "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
-        "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
+        "token_logprobs": LazyList(lambda token: logprob_of(_alternative(token)), tokens),
+        "top_logprobs": LazyList(_tops, tokens) if has_tops else None,
         "text_offset": [place.pass_by(token) for token in tokens],
     }
 

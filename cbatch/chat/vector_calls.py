@@ -25,6 +25,7 @@ from cbatch.support.checks import (
     shown,
     token_ids,
 )
+from cbatch.support.lazy_json import LazyList
 from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
@@ -228,16 +229,14 @@ class EmbedCall(VectorCall):
     def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
         """Return OpenAI's answer."""
         (found,) = results
-        data = [
-            {"object": "embedding", "index": i, "embedding": self._encoded(result.embedding)}
-            for i, result in enumerate(found)
-        ]
+        data = LazyList(self._embedding, [*enumerate(found)])
         return {"object": "list", "data": data, "model": model, "usage": usage_of(results)}
 
-    def _encoded(self, embedding: Any) -> Any:
-        if self.is_base64:
-            return as_base64(embedding)
-        return embedding.tolist()
+    def _embedding(self, told: tuple[int, Any]) -> dict[str, Any]:
+        index, result = told
+        vector = result.embedding
+        encoded = as_base64(vector) if self.is_base64 else vector.tolist()
+        return {"object": "embedding", "index": index, "embedding": encoded}
 
 
 def as_base64(embedding: Any) -> str:
@@ -330,15 +329,17 @@ class RerankCall(VectorCall):
         (found,) = results
         best = sorted(found, key=lambda result: (-result.score, result.index))[: self.top_n]
         if self.is_tei:
-            return [
-                {"index": r.index, "score": float(r.score), **self._text_of("text", r.index)}
-                for r in best
-            ]
-        listed = [
-            {"index": r.index, "relevance_score": float(r.score), **self._document(r.index)}
-            for r in best
-        ]
+            return LazyList(self._of_tei, best)
+        listed = LazyList(self._of_jina, best)
         return {"object": "list", "model": model, "usage": usage_of(results), "results": listed}
+
+    def _of_tei(self, result: Any) -> dict[str, Any]:
+        score = float(result.score)
+        return {"index": result.index, "score": score, **self._text_of("text", result.index)}
+
+    def _of_jina(self, result: Any) -> dict[str, Any]:
+        score = float(result.score)
+        return {"index": result.index, "relevance_score": score, **self._document(result.index)}
 
     def _text_of(self, name: str, index: int) -> dict[str, str]:
         return {name: self.documents[index]} if self.has_texts else {}

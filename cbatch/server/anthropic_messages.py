@@ -18,7 +18,7 @@ from cbatch.server.sse import named_frame
 from cbatch.server.stream_encoders import BlockStream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.desk import Desk
@@ -116,28 +116,29 @@ class MessagesStream(BlockStream):
         message = {**_message(self._model), **nothing, "usage": usage}
         return named_frame({"type": "message_start", "message": message})
 
-    def said(self, text: str) -> bytes:
-        """Return the delta of new text."""
-        return self._opened(_text("")) + self._delta("text_delta", "text", text)
+    def said(self, text: str) -> Iterator[bytes]:
+        """Yield the delta of new text."""
+        yield self._opened(_text(""))
+        yield self._delta("text_delta", "text", text)
 
-    def thought(self, text: str) -> bytes:
-        """Return the delta of new thinking."""
-        opened = self._opened({"type": "thinking", "thinking": "", "signature": ""})
+    def thought(self, text: str) -> Iterator[bytes]:
+        """Yield the delta of new thinking."""
+        yield self._opened({"type": "thinking", "thinking": "", "signature": ""})
         self._thought.update(text.encode())
-        return opened + self._delta("thinking_delta", "thinking", text)
+        yield self._delta("thinking_delta", "thinking", text)
 
-    def called(self, call: ToolCall) -> bytes:
-        """Return the block of a tool call."""
-        opened = self._opened(_tool_use(call, {}), is_new=True)
-        return opened + self._delta("input_json_delta", "partial_json", call.arguments)
+    def called(self, call: ToolCall) -> Iterator[bytes]:
+        """Yield the block of a tool call."""
+        yield self._opened(_tool_use(call, {}), is_new=True)
+        yield self._delta("input_json_delta", "partial_json", call.arguments)
 
-    def ended(self, result: BatchResult) -> bytes:
-        """Return the end of the last block, and why the answer ended."""
-        first = b""
+    def ended(self, result: BatchResult) -> Iterator[bytes]:
+        """Yield the end of the last block, and why the answer ended."""
         if not self._n_blocks and not self._call.asked.options.prefill_only:
-            first = self._opened(_text(""))
+            yield self._opened(_text(""))
+        yield self._closed()
         delta = {"type": "message_delta", "delta": _ending(result), "usage": _usage(result)}
-        return first + self._closed() + named_frame(delta)
+        yield named_frame(delta)
 
     # ---- blocks, of which one is open at a time ----
 

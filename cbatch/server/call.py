@@ -17,7 +17,7 @@ from cbatch.engine import Engine, checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError, NoThreadError
 from cbatch.options import NO_OPTIONS, RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
-from cbatch.server.exchange import ClientGoneError, Exchange, dumps
+from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_size import check_prompts
 from cbatch.server.request_fields import RequestFields, field_errors, ignored_header, with_param
@@ -170,7 +170,7 @@ class Call(ABC):
 
     @abstractmethod
     def body(self, results: Sequence[BatchResult], model: str) -> Any:
-        """Return the whole answer: an object; in llama-server's format also a list."""
+        """Return the whole answer: an object; in llama-server's format also a list. Long lists are `LazyList`s."""
 
     @abstractmethod
     def stream(self, model: str) -> StreamEncoder:
@@ -224,6 +224,7 @@ class Answering:
     async def _answer(self, visit: Visit, n_slots: int) -> None:
         """Answer while the client waits; whoever ends the visit says why."""
         problem: Exception | None = None
+        stream: EventStream | None = None
         has_left = is_done = False
 
         async def watch() -> None:
@@ -235,7 +236,8 @@ class Answering:
         with visit.scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
-                stream = self._opened(tasks) if self._call.asked.common.stream else None
+                if self._call.asked.common.stream:
+                    stream = self._opened(tasks)
                 try:
                     response = await self._queue(visit, n_slots)
                     if stream is None:
@@ -251,17 +253,17 @@ class Answering:
         if has_left:
             raise ClientGoneError
         if problem := problem or visit.problem:
-            await self._tell(problem)
+            await self._tell(problem, stream)
 
-    async def _tell(self, error: Exception) -> None:
-        """Raise what a client is told of an error, or send it where a stream has begun."""
+    async def _tell(self, error: Exception, stream: EventStream | None) -> None:
+        """Raise what a client is told of an error, or send it where a stream has begun and stands between events."""
         call, exchange = self._call, self._exchange
         if is_lack_of_threads(error):
             error = NoThreadError()
         error = with_param(error, call.asked, call.prompt_field)
         is_known = isinstance(error, CBatchError | HttpProblemError)
         problem = problem_of(error, call.prompt_field)
-        if exchange.status is None or not call.asked.common.stream:
+        if stream is None or not stream.has_begun or stream.is_cut:
             raise problem if is_known else error
         words = str(error) if is_known else "".join(traceback.format_exception(error))
         _log.write(logging.WARNING if is_known else logging.ERROR, "%s: %s", exchange.id, words)
@@ -303,12 +305,8 @@ class Answering:
     async def _send(self, response: BatchResponse) -> None:
         results = await results_of(response)
         self._count(results)
-        content = await self._exchange.aside(self._content, results)
-        await self._exchange.respond(200, content, self._headers)
-
-    def _content(self, results: Sequence[BatchResult]) -> bytes:
-        """Return the whole answer in JSON: some dialects repeat the request in it."""
-        return dumps(self._call.body(results, self._model))
+        body = await self._exchange.aside(self._call.body, results, self._model)
+        await self._exchange.respond_long(body, self._headers)
 
     def _count(self, results: Sequence[BatchResult]) -> None:
         self._desk.meters.count_answers(results)
@@ -350,7 +348,6 @@ class Answering:
             self._encoder = encoder
             if self._call.tells_progress:
                 tasks.start_soon(self._tell_progress, progress, stream, encoder)
-            data = b""
             while not events.have_ended:
                 some = await events.next()
                 progress.cancel()
@@ -359,10 +356,10 @@ class Answering:
                         raise event.error
                     if isinstance(event, Ended) and event.whole is not None:
                         self._count([event.whole])
-                data = encoder.frames(some)
-                if data and not events.have_ended:
-                    await stream.send(data)
-            await stream.finish(data + encoder.end())
+                if events.have_ended:
+                    await stream.finish(encoder.last_frames(some))
+                else:
+                    await stream.send(encoder.frames(some))
         finally:
             events.close()
 

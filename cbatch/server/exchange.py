@@ -15,9 +15,10 @@ from anyio.lowlevel import RunVar
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
 from cbatch.support.garbage import uncollected
+from cbatch.support.lazy_json import listed, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 
     from opentelemetry.trace import Span
     from starlette.types import Message, Receive, Scope, Send
@@ -31,10 +32,14 @@ EVENTS = "text/event-stream"
 _FORM = b"application/x-www-form-urlencoded"
 """What `curl -d` calls a body that has no type given. From others than browsers it is read as JSON."""
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_COMPACT = (",", ":")
+_ENCODER = json.JSONEncoder(separators=_COMPACT, allow_nan=False, default=listed)
 
 _N_SMALL = 2**16
 """Bytes of a body above which a thread parses it, and what else takes a millisecond or so."""
+
+N_PART = 2**14
+"""Bytes of an answer's part, which takes a millisecond or so to make. Our choice."""
 
 
 class Threads:
@@ -62,6 +67,9 @@ class Threads:
 
 _LARGE_BODIES = Threads("large_bodies", 1)
 """The thread that reads large bodies. More threads would be no faster: Python computes in one at a time."""
+
+_LONG_ANSWERS = Threads("long_answers", 1)
+"""The thread that makes the parts of long answers, in turn."""
 
 
 class ClientGoneError(Exception):
@@ -270,6 +278,27 @@ class Exchange:
         """Send a whole answer in JSON."""
         await self.respond(status, dumps(value), headers)
 
+    async def respond_long(self, value: object, headers: Mapping[str, str] | None = None) -> None:
+        """Send a whole answer in JSON that may be long: its parts are made as the client takes them.
+
+        Raises:
+            ClientGoneError: the client has left before the last part.
+        """
+        parts = joined_parts(json_pieces(value))
+        part = await self.aside(next, parts)
+        if len(part) < N_PART:
+            await self.respond(200, part, headers)
+            return
+        await self.begin(200, headers or {}, media_type=JSON)
+        while len(part) >= N_PART:
+            await self.put(part)
+            part = await self.next_part(parts)
+        await self.finish(part)
+
+    async def next_part(self, parts: Iterator[bytes]) -> bytes:
+        """Return the next part of a long answer, made in a thread. Raises as `respond_long`."""
+        return await self.in_turn(_LONG_ANSWERS, next, parts)
+
     async def respond_problem(
         self, problem: HttpProblemError, headers: Mapping[str, str] | None = None
     ) -> None:
@@ -298,6 +327,24 @@ class Exchange:
 def dumps(value: object) -> bytes:
     """Return a value as compact JSON in ASCII: raw line ends of Unicode would cut an event in two."""
     return _ENCODER.encode(value).encode()
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """Yield a value as `dumps` has it, in pieces; each `LazyList` in it becomes several."""
+    return map(str.encode, pieces_of(value, separators=_COMPACT))
+
+
+def joined_parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield pieces joined to parts of `N_PART` bytes or more; the last one is shorter, and may be empty."""
+    waiting: list[bytes] = []
+    n_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        n_bytes += len(piece)
+        if n_bytes >= N_PART:
+            yield b"".join(waiting)
+            waiting, n_bytes = [], 0
+    yield b"".join(waiting)
 
 
 def object_of(data: bytes) -> dict[str, Any]:

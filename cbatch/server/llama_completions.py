@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
-from cbatch.chat.openai_format import chat_logprobs
+from cbatch.chat.openai_format import chat_token
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -18,9 +19,10 @@ from cbatch.server.openai_answers import extensions, timings_of
 from cbatch.server.openai_completions import OF_TEXT, begun, is_token, moot_in, prompt_of
 from cbatch.server.request_fields import Dialect, RequestFields, asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
-from cbatch.server.sse import frame
+from cbatch.server.sse import frame_pieces
 from cbatch.server.stream_encoders import StreamEncoder
 from cbatch.support.checks import shown, strings_of, token_ids
+from cbatch.support.lazy_json import LazyList
 from cbatch.support.model_facts import ModelFacts
 
 DIALECT = Dialect(own=("prompt", "response_fields"), defaults=OF_TEXT)
@@ -75,15 +77,14 @@ class LlamaCall(Call):
             if _is_mixed(said):
                 self.prompts[i] = BatchPrompt(tokens=_joined(engine, said))
 
-    def body(
-        self, results: Sequence[BatchResult], model: str
-    ) -> dict[str, Any] | list[dict[str, Any]]:
+    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any] | LazyList:
         """Return the whole answer: a list where there are several."""
-        choices = [choice for result in results for choice in choices_of(result)]
-        answers = [self._whole(i, choice, model) for i, choice in enumerate(choices)]
-        return answers[0] if len(answers) == 1 else answers
+        told = [*enumerate(choice for result in results for choice in choices_of(result))]
+        whole = partial(self._whole, model)
+        return whole(told[0]) if len(told) == 1 else LazyList(whole, told)
 
-    def _whole(self, index: int, choice: BatchResult, model: str) -> dict[str, Any]:
+    def _whole(self, model: str, told: tuple[int, BatchResult]) -> dict[str, Any]:
+        index, choice = told
         more = {}
         if choice.logprobs is not None:
             more["completion_probabilities"] = probabilities(choice.logprobs)
@@ -124,7 +125,7 @@ class LlamaCall(Call):
             "model": model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": self._settings(choice),
+            "generation_settings": {**self._settings, "seed": choice.seed},
             "prompt": self._said[index // self.n_choices],
             "has_new_line": "\n" in choice.text,
             "truncated": choice.finish_reason == "window",
@@ -137,12 +138,13 @@ class LlamaCall(Call):
         }
         return _nested(said, self._wanted) if self._wanted else said
 
-    def _settings(self, choice: BatchResult) -> dict[str, Any]:
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """What all answers tell of how they were made; known once defaults were seen."""
         options, of_model = self.settled
         n_most = -1 if options.max_tokens is None else options.max_tokens
         return {
             **settings_of(options, of_model),
-            "seed": choice.seed,
             "n_predict": n_most,
             "max_tokens": n_most,
             "stop": [*(options.stop or ())],
@@ -170,13 +172,14 @@ class LlamaStream(StreamEncoder):
         self._n_tokens: dict[int, int] = {}
         """Tokens of each choice so far."""
 
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
-        return b"".join(map(self._frame, events))
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events."""
+        for event in events:
+            yield from self._frame(event)
 
-    def _frame(self, event: Event) -> bytes:
+    def _frame(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Ended):
-            return frame(self._call.ended(event.i_choice, event.choice, self._model))
+            return frame_pieces(self._call.ended(event.i_choice, event.choice, self._model))
         if not isinstance(event, Text):
             raise TypeError(f"not an event of a completion: {event!r}")
         index = event.i_choice
@@ -185,16 +188,16 @@ class LlamaStream(StreamEncoder):
         said["tokens_predicted"] = self._n_tokens[index]
         if event.logprobs is not None:
             said["completion_probabilities"] = probabilities(event.logprobs)
-        return frame(said)
+        return frame_pieces(said)
 
-    def progress(self, told: Mapping[str, Any]) -> bytes:
+    def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
         """Return the frame that tells the progress of the prompt."""
-        return frame({**self._call.part(0, "", ()), "prompt_progress": told})
+        return frame_pieces({**self._call.part(0, "", ()), "prompt_progress": told})
 
 
-def probabilities(tokens: Sequence[TokenLogprob]) -> Any:
+def probabilities(tokens: Sequence[TokenLogprob]) -> LazyList:
     """Return log-probabilities in llama-server's format."""
-    return chat_logprobs(tokens)["content"]
+    return LazyList(chat_token, tokens)
 
 
 def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

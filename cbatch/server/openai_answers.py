@@ -5,16 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from cbatch.chat.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
+from cbatch.chat.openai_format import NEAREST_FINISH, finish_of, token_as_json
 from cbatch.response import BatchResult, Timings, TokenLogprob
 from cbatch.server.answer_events import Ended, Event, Said, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
-from cbatch.server.sse import DONE, frame, frame_around
+from cbatch.server.sse import DONE, frame, frame_around, frame_pieces
 from cbatch.server.stream_encoders import StreamEncoder
+from cbatch.support.lazy_json import LazyList
 
 
 def head_of(call: OpenAICall, object: str, model: str) -> dict[str, Any]:
@@ -52,12 +53,13 @@ class OpenAICall(Call):
             more = {"timings": timings_of(results[0]), **extensions(results[0])}
         return {
             **head_of(self, self.object, model),
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
+            "choices": LazyList(self._choice, [*enumerate(choices)]),
             "usage": usage_of(results),
             **more,
         }
 
-    def _choice(self, index: int, result: BatchResult) -> dict[str, Any]:
+    def _choice(self, told: tuple[int, BatchResult]) -> dict[str, Any]:
+        index, result = told
         return {
             "index": index,
             **self.said(result),
@@ -87,18 +89,19 @@ class OpenAIStream(StreamEncoder):
         """Return the log-probabilities of an event, which has some."""
 
     @abstractmethod
-    def other(self, event: Event) -> bytes:
-        """Return the frame of an event that is neither text nor an end."""
+    def other(self, event: Event) -> Iterator[bytes]:
+        """Yield the frame of an event that is neither text nor an end."""
 
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
-        return b"".join(map(self._frame, events))
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events."""
+        for event in events:
+            yield from self._frame(event)
 
-    def _frame(self, event: Event) -> bytes:
+    def _frame(self, event: Event) -> Iterable[bytes]:
         if isinstance(event, Text):
             if more := self.of_tokens(event):
                 return self.chunk([{**self.choice(event.i_choice, event.text), **more}])
-            return self.text(event.i_choice, event.text) if event.text else b""
+            return [self.text(event.i_choice, event.text)] if event.text else ()
         if isinstance(event, Ended):
             return self._ended(event)
         return self.other(event)
@@ -112,7 +115,7 @@ class OpenAIStream(StreamEncoder):
             more["token_ids"] = event.token_ids
         return more
 
-    def _ended(self, event: Ended) -> bytes:
+    def _ended(self, event: Ended) -> Iterator[bytes]:
         ending = self._ending(event.whole)
         choice = {
             **self.choice(event.i_choice),
@@ -141,9 +144,9 @@ class OpenAIStream(StreamEncoder):
         before, after = around
         return before + dumps(text) + after
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
-        """Return the frame of some choices."""
-        return frame(self._chunk(choices, **more))
+    def chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> Iterator[bytes]:
+        """Return the pieces of the frame of some choices."""
+        return frame_pieces(self._chunk(choices, **more))
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         usage = {"usage": None} if self._has_usage else {}
@@ -156,9 +159,10 @@ class OpenAIStream(StreamEncoder):
         self._results.append(result)
         return {"timings": timings_of(result), **extensions(result)}
 
-    def progress(self, told: Mapping[str, Any]) -> bytes:
-        """Return the frames of how far the prompt is, as llama-server's clients read it."""
-        return self.frames([]) + self.chunk([self.choice(0)], prompt_progress=told)
+    def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the frames of how far the prompt is, as llama-server's clients read it."""
+        yield from self.frames([])
+        yield from self.chunk([self.choice(0)], prompt_progress=told)
 
     def end(self) -> bytes:
         """Return the last frames."""
@@ -231,7 +235,7 @@ def extensions(result: BatchResult) -> dict[str, Any]:
     if any(reason in NEAREST_FINISH for reason in reasons):
         more["finish_reasons"] = reasons
     if result.prompt_logprobs is not None:
-        more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
+        more["prompt_logprobs"] = LazyList(token_as_json, result.prompt_logprobs)
     if result.choice_probs is not None:
         more["choice_probs"] = dict(result.choice_probs)
     if result.warnings:

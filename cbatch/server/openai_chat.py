@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cbatch.chat.openai_format import chat_logprobs, chat_message
+from cbatch.chat.openai_format import chat_message, chat_token
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult, TokenLogprob
@@ -14,6 +14,7 @@ from cbatch.server.http_errors import HttpProblemError, bad_request
 from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
 from cbatch.server.request_fields import Dialect, asked_of, check_continued
 from cbatch.support.checks import shown
+from cbatch.support.lazy_json import LazyList
 
 DIALECT = Dialect(own=("messages",))
 
@@ -47,7 +48,7 @@ class ChatCall(OpenAICall):
 
     def scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return log-probabilities as a chat has them."""
-        return chat_logprobs(tokens)
+        return _scores(tokens)
 
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
@@ -62,16 +63,18 @@ class ChatStream(OpenAIStream):
         self._n_choices = call.n_choices
         self._has_begun = False
 
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events; each choice's role comes first."""
-        begun = b"" if self._has_begun else b"".join(map(self._beginning, range(self._n_choices)))
-        self._has_begun = True
-        return begun + super().frames(events)
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events; each choice's role comes first."""
+        if not self._has_begun:
+            self._has_begun = True
+            for index in range(self._n_choices):
+                yield from self._beginning(index)
+        yield from super().frames(events)
 
-    def _beginning(self, index: int) -> bytes:
+    def _beginning(self, index: int) -> Iterator[bytes]:
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def other(self, event: Event) -> bytes:
+    def other(self, event: Event) -> Iterator[bytes]:
         """Return the frame of thinking, or of a call."""
         if isinstance(event, Reasoning):
             delta = {"reasoning_content": event.text}
@@ -87,10 +90,14 @@ class ChatStream(OpenAIStream):
 
     def scores(self, event: Said) -> dict[str, Any]:
         """Return log-probabilities as a chat has them."""
-        return chat_logprobs(event.logprobs or ())
+        return _scores(event.logprobs or ())
 
-    def _delta(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
+    def _delta(self, index: int, delta: Mapping[str, Any], **more: Any) -> Iterator[bytes]:
         return self.chunk([{**_choice(index, delta), **more}])
+
+
+def _scores(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": LazyList(chat_token, tokens), "refusal": None}
 
 
 def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:

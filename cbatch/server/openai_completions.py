@@ -15,7 +15,7 @@ from cbatch.support.checks import shown
 from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
@@ -102,7 +102,7 @@ class CompletionStream(OpenAIStream):
         place = self._places.setdefault(event.i_choice, TextPlace())
         return completion_logprobs(event.logprobs or (), has_tops=self._has_tops, place=place)
 
-    def other(self, event: Event) -> bytes:
+    def other(self, event: Event) -> Iterator[bytes]:
         """Refuse: a completion is text."""
         raise TypeError(f"not an event of a completion: {event!r}")
 

@@ -6,21 +6,22 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.openai_format import chat_logprobs
+from cbatch.chat.openai_format import chat_token
 from cbatch.server.answer_events import Event, Said
 from cbatch.server.call import Call
 from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.request_fields import RequestFields, check_continued
 from cbatch.server.responses_fields import read_response, repeated
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
-from cbatch.server.sse import named_frame
+from cbatch.server.sse import named_pieces
 from cbatch.server.stream_encoders import BlockStream
+from cbatch.support.lazy_json import LazyList
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.response import BatchResult, ToolCall
+    from cbatch.response import BatchResult, TokenLogprob, ToolCall
     from cbatch.server.desk import Desk
     from cbatch.server.http_errors import HttpProblemError
 
@@ -56,7 +57,7 @@ class ResponsesCall(Call):
         if result.reasoning:
             output.append(_thought(_id("rs"), result.reasoning, status))
         if result.text or not (output or result.tool_calls):
-            output.append(_message(_id("msg"), [_part(result.text, _scores(result))], status))
+            output.append(_message(_id("msg"), [_part(result.text, result.logprobs or ())], status))
         output += [_called(_id("fc"), call, call.arguments, status) for call in result.tool_calls]
         output[-1]["status"] = _status(result)  # the others had an end
         return _ended(self.response(model), output, result)
@@ -99,7 +100,7 @@ class ResponsesStream(BlockStream):
         self._open: list[str] = []
         """The parts of the text of the item that is open."""
         self._is_open = False
-        self._scores: list[Any] = []
+        self._scores: list[TokenLogprob] = []
         """Log-probabilities of all tokens so far, those of thinking too."""
         self._n_told = 0
         """How many of them stand beside a delta of the text."""
@@ -109,30 +110,34 @@ class ResponsesStream(BlockStream):
         """Return the frames of an error: a response that failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
         failed = {"status": "failed", "error": error, "output": self._output}
-        return self.begun() + self._told("failed", {**self._response, **failed})
+        return self.begun() + b"".join(self._told("failed", {**self._response, **failed}))
 
-    def _event(self, kind: str, **more: Any) -> bytes:
+    def _event(self, kind: str, **more: Any) -> Iterator[bytes]:
         value = {"type": f"response.{kind}", "sequence_number": self._n_events, **more}
         self._n_events += 1
-        return named_frame(value)
+        return named_pieces(value)
 
-    def _told(self, kind: str, response: Mapping[str, Any]) -> bytes:
-        """Return the frame of an event with the whole response."""
-        event = self._event(kind, response=response)
+    def _told(self, kind: str, response: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the frame of an event with the whole response."""
+        pieces = self._event(kind, response=response)
         if not self._repeated:
-            return event
-        end = b"}}\n\n"
-        return event.removesuffix(end) + b"," + self._repeated + end
+            yield from pieces
+            return
+        last = end = b""
+        for piece in pieces:
+            yield last
+            last, end = end, piece
+        yield last.removesuffix(b"}}") + b"," + self._repeated + b"}}" + end
 
     def beginning(self) -> bytes:
         """Return that the response was created, and is in progress."""
         kinds = ("created", "in_progress")
-        return b"".join(self._told(kind, self._response) for kind in kinds)
+        return b"".join(piece for kind in kinds for piece in self._told(kind, self._response))
 
-    def frame(self, event: Event) -> bytes:
+    def frame(self, event: Event) -> Iterable[bytes]:
         """Return the frames of one event, whose log-probabilities are kept for the item's end."""
         if isinstance(event, Said) and event.logprobs:
-            self._scores += chat_logprobs(event.logprobs)["content"]
+            self._scores += event.logprobs
         return super().frame(event)
 
     # ---- items, of which one is open at a time ----
@@ -145,77 +150,74 @@ class ResponsesStream(BlockStream):
     def _kind(self) -> str:
         return self._output[-1]["type"] if self._is_open else ""
 
-    def _added(self, item: dict[str, Any]) -> bytes:
-        closed = self._closed("completed")
+    def _added(self, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._closed("completed")
         self._output.append(item)
         self._is_open, self._open = True, []
         index = len(self._output) - 1
-        return closed + self._event("output_item.added", output_index=index, item=item)
+        yield from self._event("output_item.added", output_index=index, item=item)
 
-    def said(self, text: str) -> bytes:
-        """Return the delta of new text."""
-        opened = b""
+    def said(self, text: str) -> Iterator[bytes]:
+        """Yield the delta of new text."""
         if self._kind != "message":
-            opened = self._added(_message(_id("msg"), [], "in_progress"))
+            yield from self._added(_message(_id("msg"), [], "in_progress"))
             part = _part("", [])
-            opened += self._event("content_part.added", **self._place, content_index=0, part=part)
+            yield from self._event("content_part.added", **self._place, content_index=0, part=part)
         self._open.append(text)
         if not text:
-            return opened
-        new, self._n_told = self._scores[self._n_told :], len(self._scores)
+            return
+        new, self._n_told = _listed(self._scores[self._n_told :]), len(self._scores)
         more = {**self._place, "content_index": 0, "delta": text, "logprobs": new}
-        return opened + self._event("output_text.delta", **more)
+        yield from self._event("output_text.delta", **more)
 
-    def thought(self, text: str) -> bytes:
-        """Return the delta of new thinking."""
-        opened = b""
+    def thought(self, text: str) -> Iterator[bytes]:
+        """Yield the delta of new thinking."""
         if self._kind != "reasoning":
-            opened = self._added(_thought(_id("rs"), None, "in_progress"))
+            yield from self._added(_thought(_id("rs"), None, "in_progress"))
         self._open.append(text)
         more = {**self._place, "content_index": 0, "delta": text}
-        return opened + self._event("reasoning_text.delta", **more)
+        yield from self._event("reasoning_text.delta", **more)
 
-    def called(self, call: ToolCall) -> bytes:
-        """Return the item of a tool call."""
-        added = self._added(_called(_id("fc"), call, "", "in_progress"))
+    def called(self, call: ToolCall) -> Iterator[bytes]:
+        """Yield the item of a tool call."""
+        yield from self._added(_called(_id("fc"), call, "", "in_progress"))
         self._open.append(call.arguments)
-        return added + self._event(
-            "function_call_arguments.delta", **self._place, delta=call.arguments
-        )
+        more = {**self._place, "delta": call.arguments}
+        yield from self._event("function_call_arguments.delta", **more)
 
-    def _closed(self, status: str) -> bytes:
+    def _closed(self, status: str) -> Iterator[bytes]:
         if not self._is_open:
-            return b""
+            return
         item, text, place = self._output[-1], "".join(self._open), self._place
         kind = item["type"]
-        done = b""
         if kind == "message":
             part = _part(text, self._scores)
             at = {**place, "content_index": 0}
-            done = self._event("output_text.done", **at, text=text, logprobs=self._scores)
-            done += self._event("content_part.done", **at, part=part)
+            scores = _listed(self._scores)
+            yield from self._event("output_text.done", **at, text=text, logprobs=scores)
+            yield from self._event("content_part.done", **at, part=part)
             item = {**item, "content": [part]}
             self._scores, self._n_told = [], 0
         elif kind == "reasoning":
-            done = self._event("reasoning_text.done", **place, content_index=0, text=text)
+            yield from self._event("reasoning_text.done", **place, content_index=0, text=text)
             item = _thought(item["id"], text, status)
         else:
-            done = self._event(
-                "function_call_arguments.done", **place, name=item["name"], arguments=text
-            )
+            more = {**place, "name": item["name"], "arguments": text}
+            yield from self._event("function_call_arguments.done", **more)
             item = {**item, "arguments": text}
         item = {**item, "status": status}
         self._output[-1], self._is_open = item, False
         index = len(self._output) - 1
-        return done + self._event("output_item.done", output_index=index, item=item)
+        yield from self._event("output_item.done", output_index=index, item=item)
 
-    def ended(self, result: BatchResult) -> bytes:
-        """Return the end of the last item, and of the response."""
-        first = b"" if self._output else self.said("")
+    def ended(self, result: BatchResult) -> Iterator[bytes]:
+        """Yield the end of the last item, and of the response."""
+        if not self._output:
+            yield from self.said("")
         status = _status(result)
-        first += self._closed(status)
+        yield from self._closed(status)
         response = _ended(self._response, self._output, result)
-        return first + self._told(status, response)
+        yield from self._told(status, response)
 
 
 def _id(prefix: str) -> str:
@@ -226,13 +228,13 @@ def _status(result: BatchResult) -> str:
     return "incomplete" if result.finish_reason in _CUT else "completed"
 
 
-def _scores(result: BatchResult) -> list[Any]:
-    found: list[Any] = [] if result.logprobs is None else chat_logprobs(result.logprobs)["content"]
-    return found
+def _listed(tokens: Sequence[TokenLogprob]) -> LazyList:
+    return LazyList(chat_token, tokens)
 
 
-def _part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+def _part(text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    scores = _listed(tokens)
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
 
 def _message(id: str, content: Sequence[Any], status: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from urllib.parse import parse_qs
 import cbatch
 from cbatch.errors import CBatchError, PromptError
 from cbatch.options import RunOptions, Sampling
-from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.exposition import CONTENT_TYPE
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -28,14 +27,15 @@ from cbatch.server.openai_chat import ChatCall
 from cbatch.server.prompt_size import check_prompts, check_text, check_tokens
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.support.checks import check_flag, shown, token_ids
+from cbatch.support.lazy_json import LazyList
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from cbatch.engine import Engine
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.call import Call
     from cbatch.server.desk import Desk, EngineSizes
+    from cbatch.server.exchange import Exchange
 
 
 async def health(desk: Desk, exchange: Exchange) -> None:
@@ -221,9 +221,11 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
             raise refused("parse_special", "control tokens in a text are always read as such")
         has_special = _flag(body, "add_special", default=False)
         tokens = await _tokens(desk, exchange, body["content"], "content", has_special=has_special)
+        listed = LazyList(int, tokens)
         if _flag(body, "with_pieces", default=False):
-            tokens = await desk.ask_of_body(exchange, _with_pieces, desk.engine, tokens)
-        await _respond_long(desk, exchange, {"tokens": tokens})
+            pieces = await desk.ask_of_body(exchange, desk.engine.pieces, tokens)
+            listed = LazyList(_with_piece, [*zip(tokens, pieces, strict=True)])
+        await exchange.respond_long({"tokens": listed})
         return
     if "messages" in body:
         call = await exchange.aside(ChatCall.of, body)
@@ -235,14 +237,8 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         tokens = await _tokens(
             desk, exchange, body.get("prompt"), "prompt", has_special=has_special
         )
-    said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": tokens}
-    await _respond_long(desk, exchange, said)
-
-
-async def _respond_long(desk: Desk, exchange: Exchange, said: Mapping[str, Any]) -> None:
-    """Send an answer that can be long: it becomes JSON in a thread."""
-    work = desk.in_thread(dumps, said) if exchange.is_small else exchange.aside(dumps, said)
-    await exchange.respond(200, await work)
+    said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": LazyList(int, tokens)}
+    await exchange.respond_long(said)
 
 
 async def _tokens(
@@ -259,11 +255,9 @@ async def _tokens(
         return await desk.ask_of_body(exchange, engine.tokenize, text, add_special=has_special)
 
 
-def _with_pieces(engine: Engine, tokens: Sequence[int]) -> list[Any]:
-    pieces = engine.pieces(tokens)
-    return [
-        {"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)
-    ]
+def _with_piece(told: tuple[int, bytes]) -> dict[str, Any]:
+    token, piece = told
+    return {"id": token, "piece": _piece(piece)}
 
 
 def _piece(piece: bytes) -> Any:
@@ -284,7 +278,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
         text = await desk.ask_of_body(exchange, desk.engine.detokenize, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
-    await _respond_long(desk, exchange, {"content": text, "prompt": text})
+    await exchange.respond_long({"content": text, "prompt": text})
 
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
@@ -294,7 +288,7 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
     await exchange.aside(check_prompts, call.prompts, n_window, "messages")
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.ask_of_body(exchange, desk.engine.render, prompt, options=options)
-    await _respond_long(desk, exchange, {"prompt": text})
+    await exchange.respond_long({"prompt": text})
 
 
 async def count_chat(desk: Desk, exchange: Exchange) -> None:

@@ -9,7 +9,7 @@ from cbatch.server.answer_events import Called, Ended, Event, Reasoning, Text
 from cbatch.server.sse import COMMENT, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.http_errors import HttpProblemError
@@ -19,12 +19,17 @@ class StreamEncoder(ABC):
     """Makes the frames of one streamed answer."""
 
     @abstractmethod
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events, long ones in pieces; to be read to the end before the next call."""
 
-    def progress(self, told: Mapping[str, Any]) -> bytes:
-        """Return the frames of how far the prompt is; a dialect without a place for it tells nothing."""
-        return b""
+    def last_frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of the last events, and those behind them."""
+        yield from self.frames(events)
+        yield self.end()
+
+    def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the frames of how far the prompt is; a dialect without a place for it tells nothing."""
+        yield from ()
 
     def end(self) -> bytes:
         """Return the last frames."""
@@ -50,19 +55,19 @@ class BlockStream(StreamEncoder):
         """Return the frames before the first event."""
 
     @abstractmethod
-    def said(self, text: str) -> bytes:
+    def said(self, text: str) -> Iterable[bytes]:
         """Return the frames of new text."""
 
     @abstractmethod
-    def thought(self, text: str) -> bytes:
+    def thought(self, text: str) -> Iterable[bytes]:
         """Return the frames of new thinking."""
 
     @abstractmethod
-    def called(self, call: ToolCall) -> bytes:
+    def called(self, call: ToolCall) -> Iterable[bytes]:
         """Return the frames of a tool call."""
 
     @abstractmethod
-    def ended(self, result: BatchResult) -> bytes:
+    def ended(self, result: BatchResult) -> Iterable[bytes]:
         """Return the frames of the answer's end."""
 
     def begun(self) -> bytes:
@@ -72,14 +77,16 @@ class BlockStream(StreamEncoder):
         self._has_begun = True
         return self.beginning()
 
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events; the beginning comes before the first."""
-        return self.begun() + b"".join(map(self.frame, events))
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events; the beginning comes before the first."""
+        yield self.begun()
+        for event in events:
+            yield from self.frame(event)
 
-    def frame(self, event: Event) -> bytes:
-        """Return the frames of one event."""
+    def frame(self, event: Event) -> Iterable[bytes]:
+        """Return the frames of one event, in pieces."""
         if isinstance(event, Text):
-            return self.said(event.text) if event.text else b""
+            return self.said(event.text) if event.text else ()
         if isinstance(event, Reasoning):
             return self.thought(event.text)
         if isinstance(event, Called):

@@ -12,7 +12,7 @@ from cbatch.chat.vector_calls import VectorCall, error_in
 from cbatch.errors import CBatchError, ConfigError, PromptTooLongError, UnsupportedTaskError
 from cbatch.files.judged_run import judge_prompts
 from cbatch.runtime.reranking import N_SEQUENCES
-from cbatch.server.exchange import ClientGoneError, Exchange, dumps
+from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import (
     HttpProblemError,
     absent,
@@ -49,8 +49,8 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     if (found := error_in(results)) is not None:
         raise problem_at(call, *found)
     model = call.model or desk.model_name
-    content = await desk.in_thread(lambda: dumps(call.body(results, model)))  # it can be long
-    await exchange.respond(200, content, ignored_header(ignored) if ignored else None)
+    body = await desk.in_thread(call.body, results, model)
+    await exchange.respond_long(body, ignored_header(ignored) if ignored else None)
 
 
 async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[list[Any]]:

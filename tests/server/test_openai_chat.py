@@ -176,7 +176,7 @@ def test_stream_of_thinking_and_calls_has_each_in_its_place() -> None:
         *(Called(0, i, c) for i, c in enumerate(calls)),
         Ended(0, result, result),
     ]
-    text = (stream.frames(events) + stream.end()).decode()
+    text = b"".join(stream.last_frames(events)).decode()
     deltas = [p.split('"delta":')[1].split(',"finish_reason"')[0] for p in text.split("\n\n")[:-2]]
     assert deltas == [
         '{"role":"assistant","content":""}',
@@ -259,7 +259,7 @@ def test_log_probabilities_stand_beside_their_text() -> None:
     assert (first.token_ids, first.logprobs) == ((97, 60), (one, one))
     assert isinstance(second, Text)
     assert (second.token_ids, second.logprobs) == ((98, 60), (other, one))
-    _, *frames, rest = stream.frames(found).decode().split("\n\n")
+    _, *frames, rest = b"".join(stream.frames(found)).decode().split("\n\n")
     choices = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames]
     assert [c["delta"] for c in choices] == [{"reasoning_content": "a"}, {"content": "b"}]
     assert [c["token_ids"] for c in choices] == [[97, 60], [98, 60]]

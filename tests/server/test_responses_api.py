@@ -186,7 +186,9 @@ def test_items_become_a_chat() -> None:
 
 def test_failure_in_a_stream_is_a_response_that_failed() -> None:
     stream = ResponsesCall.of(ASKED).stream("m")
-    said = stream.frames([Text(0, "a")]) + stream.error(problem_of(WorkerDiedError("killed")))
+    said = b"".join(stream.frames([Text(0, "a")])) + stream.error(
+        problem_of(WorkerDiedError("killed"))
+    )
     *events, last = [json.loads(f.split("data: ")[1]) for f in said.decode().split("\n\n")[:-1]]
     assert last["type"] == "response.failed"
     assert last["sequence_number"] == len(events)

@@ -16,15 +16,13 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import Item, ItemError, key_of_id
 from cbatch.files.input.row_prompts import Row, as_text
 from cbatch.files.units import listed
+from cbatch.support.lazy_json import LazyList, pieces_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
 
 def dump(value: object) -> bytes:
@@ -39,11 +37,17 @@ def dump(value: object) -> bytes:
         return f"{json.dumps(json.loads(text))}\n".encode()
 
 
+def _encode(value: object) -> str:
+    return "".join(pieces_of(value, default=str, ensure_ascii=False))
+
+
 def _finite(value: object) -> object:
     """Return a value with null in place of NaN and infinities, which tables may have."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, LazyList):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
