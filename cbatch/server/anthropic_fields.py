@@ -142,7 +142,7 @@ DIALECT = Dialect(
     refused={
         **dict.fromkeys(("n", "best_of"), "an answer is one message"),
         **dict.fromkeys(
-            ("logprobs", "top_logprobs", "prompt_logprobs", "n_probs", "echo"),
+            ("logprobs", "top_logprobs", "prompt_logprobs", "choice_probs", "n_probs", "echo"),
             "the format has no place for it",
         ),
         **dict.fromkeys(("max_completion_tokens", "n_predict"), "use max_tokens"),

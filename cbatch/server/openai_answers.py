@@ -48,14 +48,13 @@ class OpenAICall(Call):
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [choice for result in results for choice in choices_of(result)]
-        more: dict[str, Any] = {}
-        if len(results) == 1:
-            more = {"timings": timings_of(results[0]), **extensions(results[0])}
+        more = {"timings": timings_of(results[0])} if len(results) == 1 else {}
         return {
             **head_of(self, self.object, model),
             "choices": LazyList(self._choice, [*enumerate(choices)]),
             "usage": usage_of(results),
             **more,
+            **_extensions_of_all(results),
         }
 
     def _choice(self, told: tuple[int, BatchResult]) -> dict[str, Any]:
@@ -123,7 +122,7 @@ class OpenAIStream(StreamEncoder):
             "finish_reason": finish_of(event.choice),
             **choice_extensions(event.choice, has_tokens=False),
         }
-        return self.chunk([choice], **(ending if self._is_alone else {}))
+        return self.chunk([choice], **ending)
 
     def _no_tokens(self, event: Ended) -> dict[str, Any]:
         """Return what a choice without a token says of its tokens, which no event before has told."""
@@ -157,7 +156,8 @@ class OpenAIStream(StreamEncoder):
         if result is None:
             return {}
         self._results.append(result)
-        return {"timings": timings_of(result), **extensions(result)}
+        timings = {"timings": timings_of(result)} if self._is_alone else {}
+        return timings | extensions(result)
 
     def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
         """Yield the frames of how far the prompt is, as llama-server's clients read it."""
@@ -241,6 +241,14 @@ def extensions(result: BatchResult) -> dict[str, Any]:
     if result.warnings:
         more["warnings"] = [*result.warnings]
     return {"cbatch": more} if more else {}
+
+
+def _extensions_of_all(results: Sequence[BatchResult]) -> dict[str, Any]:
+    """Return the fields that OpenAI's format lacks: of several prompts a list, which has an object for each."""
+    found = [extensions(result) for result in results]
+    if len(found) == 1:
+        return found[0]
+    return {"cbatch": [each.get("cbatch", {}) for each in found]} if any(found) else {}
 
 
 def choice_extensions(result: BatchResult, *, has_tokens: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from cbatch.chat.openai_format import chat_token
 from cbatch.server.answer_events import Event, Said
 from cbatch.server.call import Call
 from cbatch.server.exchange import Exchange, dumps
+from cbatch.server.openai_answers import extensions
 from cbatch.server.request_fields import RequestFields, check_continued
 from cbatch.server.responses_fields import read_response, repeated
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
@@ -270,6 +271,7 @@ def _ended(
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": [*output],
         "usage": usage,
+        **extensions(result),
     }
 
 

@@ -171,3 +171,29 @@ def _likelihood(tokens: Sequence[TokenLogprob | None]) -> tuple[float, bool]:
     assert len(known) == len(tokens)
     is_greedy = all(token.token_id == token.top[0].token_id for token in known)
     return sum(token.logprob for token in known), is_greedy
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {"prompt_logprobs": 1, "max_tokens": 1},
+    {"choice": ["red", "green"], "choice_probs": True},
+    {"xtc_threshold": 0.3, "max_tokens": 1},
+    {"max_tokens": 999, "ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("more", EXTRAS)
+def test_each_of_several_prompts_has_what_it_has_alone(
+    more: dict[str, Any], app: Starlette
+) -> None:
+    prompts = ["one two", "three"]
+    alone = [call(app, COMPLETIONS, {**more, "prompt": p}).json()["cbatch"] for p in prompts]
+    assert all(alone)
+    together = {**more, "prompt": prompts}
+    assert call(app, COMPLETIONS, together).json()["cbatch"] == alone
+    events = events_of(call(app, COMPLETIONS, {**together, "stream": True}))
+    told = {e["choices"][0]["index"]: e["cbatch"] for e in events if "cbatch" in e}
+    assert told == dict(enumerate(alone))
+
+
+def test_several_prompts_without_such_fields_have_no_list(app: Starlette) -> None:
+    assert "cbatch" not in call(app, COMPLETIONS, {**ASKED, "prompt": ["ab", "cd"]}).json()

@@ -242,3 +242,18 @@ def test_client_reads_thinking_and_calls() -> None:
         said = [item.model_dump(exclude_none=True) for item in output]
         turns: list[Any] = [{"role": "user", "content": "Hi"}, *said, told]
         assert client.responses.create(**{**asked, "input": turns}).status == "completed"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_logprobs": 1},
+        {"choice": ["red", "green"], "choice_probs": True},
+        {"xtc_threshold": 0.3},
+    ],
+)
+def test_response_has_what_the_format_lacks(more: dict[str, Any], app: Starlette) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "seed": 3, **more}
+    expected = call(app, "/v1/chat/completions", chat).json()["cbatch"]
+    assert call(app, PATH, {**ASKED, **more}).json()["cbatch"] == expected
+    assert response_of(call(app, PATH, {**ASKED, **more, "stream": True}))["cbatch"] == expected
