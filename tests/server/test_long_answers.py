@@ -12,6 +12,7 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server.exchange import N_PART
+from cbatch.server.http_errors import HttpProblemError, draining
 from cbatch.support.lazy_json import LazyList
 from tests.server.clients import CHAT, COMPLETIONS, USER, fake_app
 from tests.server.test_large_bodies import Client
@@ -107,3 +108,23 @@ def test_long_answer_is_made_in_parts_as_it_is_taken(
     data = b"".join(part["body"] for part in parts)
     if not body.get("stream"):
         json.loads(data)
+
+
+def test_error_within_a_long_event_is_no_event() -> None:
+    """The server ends while a client takes an event: what follows would be read as a part of it."""
+    sent: list[bytes] = []
+
+    async def main(app: Starlette) -> None:
+        class Leaving(Client):
+            async def send(self, message: Any) -> None:
+                sent.append(message.get("body", b""))
+                if len(sent[-1]) >= N_PART:
+                    app.state.desk.end_visits(draining())
+                    await anyio.sleep_forever()
+
+        with pytest.raises(HttpProblemError, match="shutting down"):
+            await Leaving("/v1/responses", {**RESPONSE, "stream": True}).ask(app)
+
+    with fake_app() as app:
+        anyio.run(main, app)
+    assert not sent[-1].endswith(b"\n\n")
