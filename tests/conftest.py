@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     _share_cores()
     GUARD.install()
     _add_what_the_wheel_leaves_out()
+    if (
+        "LLAMA_CPP_LIB_PATH" in os.environ
+    ):  # llama_cpp alone takes a folder for it, and loads no backends
+        import_module("cbatch.backend.bindings")
     if not config.getoption("--hypothesis-profile", None):
         profiles.load("fast" if "not real" in config.option.markexpr else "full")
 
@@ -176,6 +182,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Let tests that are marked `real` load models and start processes, and no others."""
     with nullcontext() if item.get_closest_marker("real") else GUARD.on():
         return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is promised of processors alone where a device computes, and media on another library."""
+    marker = item.get_closest_marker("cpu")
+    if marker is not None and _has_device():
+        pytest.skip(f"a device computes: {marker.args[0]}")
+    if item.get_closest_marker("own_library") is not None and "LLAMA_CPP_LIB_PATH" in os.environ:
+        pytest.skip("LLAMA_CPP_LIB_PATH is set: this needs the library inside llama-cpp-python")
+
+
+@cache
+def _has_device() -> bool:
+    from cbatch.backend.load.devices import computes_on_cpu
+    from cbatch.engine_options import EngineOptions
+
+    return not computes_on_cpu(EngineOptions())
 
 
 def _package() -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.fingerprint import model_parts, tensor_types
 from cbatch.backend.llama.pad_rows import N_GROUP, N_TILED, n_sequences
+from cbatch.backend.load.devices import computes_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,7 @@ def has_plain_weights(model: LlamaModel) -> bool:
 
 def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
     """Return why experts depend on company: their kernel changes at 8 rows that choose the same one; else nothing."""
-    if n_sequences(options.n_exact_slots) < N_TILED or _is_on_device(options):
+    if n_sequences(options.n_exact_slots) < N_TILED or not computes_on_cpu(options):
         return ""
     for name, type in _tiled_experts(model):
         return (
@@ -50,11 +51,7 @@ def may_cut_anywhere(model: LlamaModel, options: EngineOptions) -> bool:
 
     Devices have such kernels, and a chunk's tokens are each other's company where they choose experts.
     """
-    return not (_is_on_device(options) or _tiled_experts(model))
-
-
-def _is_on_device(options: EngineOptions) -> bool:
-    return bool(llama_cpp.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+    return computes_on_cpu(options) and not _tiled_experts(model)
 
 
 def _tiled_experts(model: LlamaModel) -> Sequence[tuple[str, int]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.own_library]
 
 SEEN = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}
 KINDS = {"llava": "test", "qwen2-omni": "qwen2-vl", "gemma3": "gemma3"}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.own_library]
 
 ASKED = [chat("Look:", png(i), "What?") for i in (0, 1, 0)]
 

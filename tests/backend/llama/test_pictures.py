@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.own_library]
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SHOWN = "Look: <__media__> What is it? <__media__> And this?"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.own_library]
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 RATE = 16_000

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.own_library]
 
 KINDS = ("qwen2-vl", "gemma3")
 SIZES = ((90, 60), (200, 70), (40, 160))

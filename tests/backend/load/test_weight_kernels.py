@@ -8,7 +8,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.weight_kernels import has_plain_weights, tiled_experts
+from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.conftest import SynthFactory
 
 EXPERTS = {"n_expert": 4, "n_expert_used": 2}
+
+on_tiles = pytest.mark.cpu("its kernels do not change with the rows of an expert")
 
 PLAIN, MIXED = ("f16", "bf16", "q8_0", "q4_0"), ("q4_k_m", "iq4_xs")
 
@@ -45,6 +47,7 @@ def test_weights_of_a_split_model_are_those_of_all_parts(
         found.close()
 
 
+@on_tiles
 @pytest.mark.parametrize(("type", "said"), [("q6_k", "q6_K"), ("iq4_xs", "iq4_xs"), ("q8_0", "")])
 def test_experts_of_two_kernels_are_told_by_name(synth: SynthFactory, type: str, said: str) -> None:
     found = open_model(synth("exact", type=type, **EXPERTS))
@@ -59,6 +62,21 @@ def test_experts_of_two_kernels_are_told_by_name(synth: SynthFactory, type: str,
     dense.close()
 
 
+@on_tiles
+def test_experts_on_processors_are_told_where_servers_could_be(
+    synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)  # as with RPC
+    found = open_model(synth("exact", type="q6_k", **EXPERTS))
+    assert "q6_K" in tiled_experts(found, EngineOptions(parallel=16, exact=True))
+    assert not may_cut_anywhere(found, EngineOptions(exact=True))
+    found.close()
+    dense = open_model(synth("exact", type="q6_k"))
+    assert may_cut_anywhere(dense, EngineOptions(exact=True))
+    dense.close()
+
+
+@on_tiles
 @pytest.mark.parametrize(
     ("name", "value", "has_reason"),
     [
@@ -80,6 +98,7 @@ def test_experts_have_one_kernel_where_a_variable_says_so(
     found.close()
 
 
+@on_tiles
 def test_exact_is_refused_for_experts_that_depend_on_company(synth: SynthFactory) -> None:
     path = synth("exact", type="q6_k", **EXPERTS)
     with pytest.raises(ConfigError, match=r"q6_K .*GGML_CPU_TILED_MM=0.*parallel=4"):
