@@ -12,7 +12,7 @@ from tests.test_imports import FOLDERS, room
 TESTS = Path(__file__).parent
 HOUSE = {"test_docs.py", "test_imports.py", "test_style.py", "test_release.py"}
 """Tests of all rooms together."""
-BESIDE_ROOMS = {"data", "face", "native", "oracle", "zoo"}
+BESIDE_ROOMS = {"data", "device", "face", "native", "oracle", "zoo"}
 """Folders of tests that are no room of the package: `face` has the tests of the modules at its top."""
 N_NAME_MAX = 70
 N_PRIVATE_MAX = 37
@@ -43,7 +43,9 @@ def test_tests_stand_in_the_rooms_of_the_package() -> None:
     assert {path.name for path in TESTS.glob("test_*.py")} == HOUSE
     assert folders - rooms == BESIDE_ROOMS
     packages = {path.parent.name for path in TESTS.glob("*/__init__.py")}
-    assert folders - packages == {"data"}, "modules of one name in two folders would be one"
+    assert folders - packages == {"data", "device"}, (
+        "modules of one name in two folders would be one"
+    )
 
 
 def test_few_tests_reach_for_private_parts() -> None:

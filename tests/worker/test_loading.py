@@ -50,6 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.real
+@pytest.mark.cpu("one process computes there")
 @pytest.mark.parametrize(
     ("cores", "parallel", "expected"), [([0, 1, 2], 16, [2]), ([0, 1], 4, []), ([0], None, [])]
 )
