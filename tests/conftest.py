@@ -51,9 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _share_cores()
     GUARD.install()
     _add_what_the_wheel_leaves_out()
-    if (
-        "LLAMA_CPP_LIB_PATH" in os.environ
-    ):  # llama_cpp alone takes a folder for it, and loads no backends
+    if "LLAMA_CPP_LIB_PATH" in os.environ:
+        # llama_cpp alone takes a folder for it, and loads no backends
         import_module("cbatch.backend.bindings")
     if not config.getoption("--hypothesis-profile", None):
         profiles.load("fast" if "not real" in config.option.markexpr else "full")
