@@ -514,8 +514,8 @@ class ContinuousBatchScheduler:
             self.costs.learn_decode(n_mean, busy * (first_s + later_s) / result.n_steps)
         else:
             self.costs.learn_decode(n_rows, busy * first_s)
-            if n_later:
-                self.costs.learn_decode(n_rows, busy * later_s / n_later)
+        if n_later and not n_drafts:
+            self.costs.learn_decode(n_rows, busy * later_s / n_later)
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Move full windows of requests that ask for it; their cells are removed with the next plan."""

@@ -133,6 +133,15 @@ def test_slow_steps_of_single_tokens_do_not_keep_prompts_out() -> None:
     assert n > 64
 
 
+def test_steps_behind_a_prompt_in_one_run_tell_what_rows_cost() -> None:
+    rig = make_scheduler(3, 64, cost=COST)
+    rig.submit(*make_sequences(3, n_prompt=4, max_tokens=8))
+    plan = step(rig)
+    assert plan is not None
+    assert plan.n_steps == 8
+    assert rig.scheduler.costs.widths_s == pytest.approx({3: COST(3, 0)})
+
+
 def test_time_that_other_programs_take_is_no_cost_of_steps() -> None:
     rig = make_scheduler(3, 64, cost=COST)
     rig.submit(*make_sequences(3, n_prompt=1, max_tokens=40))
