@@ -248,10 +248,10 @@ public:
     }
 
 private:
-    static constexpr int64_t n_divided = 512;    // cells
+    static constexpr int64_t n_divided = 512;          // cells
     static constexpr size_t n_most_bytes = 1U << 25U;  // of the sums of all parts
-    static constexpr int64_t n_turns = 4;        // of a thread: one may be done sooner than another
-    static constexpr int64_t n_most_sums = 192;  // heads of tokens whose sums a thread keeps: they stay in its cache
+    static constexpr int64_t n_turns = 4;              // of a thread: one may be done sooner than another
+    static constexpr int64_t n_most_sums = 192;        // heads of tokens whose sums a thread keeps: they stay in its cache
 
     // Some tokens one after another, which see the same cells and maybe more after them.
     struct group {
@@ -303,14 +303,14 @@ private:
         uint8_t * sums = sums_of(params) + n_bytes_of(op, params.i_thread * n_most_of(q));
         for (int64_t i = params.i_thread; i < n_all * n_pieces; i = ggml.next_chunk(params.threads, 1)) {
             const int64_t i_group = i / n_pieces, first = i_group % n_groups * n_together, i_kv = i % n_pieces * n_kv_each;
-            const int64_t after = std::min(first + n_together, n_tokens);
+            const int64_t after = std::min(first + n_together, n_tokens), after_kv = std::min(i_kv + n_kv_each, n_kv);
             for (int64_t at = first; at < after;) {
                 const group g = group_of(op, i_group / n_groups, at, after);
                 seen_cells seen = cells_of(op, g);
                 for (bool is_first = true; next_part(seen) || is_first; is_first = false) {
-                    add_heads(op, g, seen, i_kv, std::min(i_kv + n_kv_each, n_kv), is_first, sums);
+                    add_heads(op, g, seen, i_kv, after_kv, is_first, sums);
                 }
-                write(op, g, i_kv, std::min(i_kv + n_kv_each, n_kv), sums);
+                write(op, g, i_kv, after_kv, sums);
                 at += g.n;
             }
         }

@@ -59,11 +59,15 @@ def logprob_of(token: TokenLogprob) -> float | None:
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return log-probabilities as a chat completion has them, with llama-server's ids of tokens."""
-    return {"content": [*map(chat_token, tokens)], "refusal": None}
+    return {"content": [*chat_tokens(tokens)], "refusal": None}
 
 
-def chat_token(token: TokenLogprob) -> dict[str, Any]:
-    """Return one of the log-probabilities of `chat_logprobs`."""
+def chat_tokens(tokens: Sequence[TokenLogprob]) -> LazyList:
+    """Return the content of `chat_logprobs`, made as it is written."""
+    return LazyList(_chat_token, tokens)
+
+
+def _chat_token(token: TokenLogprob) -> dict[str, Any]:
     return _token(token) | {"top_logprobs": [*map(_token, token.top)]}
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from cbatch.chat.openai_format import chat_token
+from cbatch.chat.openai_format import chat_tokens
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.response import BatchResult, TokenLogprob
+from cbatch.response import BatchResult
 from cbatch.server.answer_events import Ended, Event, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
@@ -87,7 +87,7 @@ class LlamaCall(Call):
         index, choice = told
         more = {}
         if choice.logprobs is not None:
-            more["completion_probabilities"] = probabilities(choice.logprobs)
+            more["completion_probabilities"] = chat_tokens(choice.logprobs)
         tokens = choice.token_ids if self.asked.has_tokens else ()
         return self.ended(index, choice, model, content=choice.text, tokens=tokens, **more)
 
@@ -187,17 +187,12 @@ class LlamaStream(StreamEncoder):
         said = self._call.part(index, event.text, event.token_ids)
         said["tokens_predicted"] = self._n_tokens[index]
         if event.logprobs is not None:
-            said["completion_probabilities"] = probabilities(event.logprobs)
+            said["completion_probabilities"] = chat_tokens(event.logprobs)
         return frame_pieces(said)
 
     def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
         """Return the frame that tells the progress of the prompt."""
         return frame_pieces({**self._call.part(0, "", ()), "prompt_progress": told})
-
-
-def probabilities(tokens: Sequence[TokenLogprob]) -> LazyList:
-    """Return log-probabilities in llama-server's format."""
-    return LazyList(chat_token, tokens)
 
 
 def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cbatch.chat.openai_format import chat_message, chat_token
+from cbatch.chat.openai_format import chat_message, chat_tokens
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult, TokenLogprob
@@ -14,7 +14,6 @@ from cbatch.server.http_errors import HttpProblemError, bad_request
 from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
 from cbatch.server.request_fields import Dialect, asked_of, check_continued
 from cbatch.support.checks import shown
-from cbatch.support.lazy_json import LazyList
 
 DIALECT = Dialect(own=("messages",))
 
@@ -97,7 +96,7 @@ class ChatStream(OpenAIStream):
 
 
 def _scores(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": LazyList(chat_token, tokens), "refusal": None}
+    return {"content": chat_tokens(tokens), "refusal": None}
 
 
 def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.openai_format import chat_token
+from cbatch.chat.openai_format import chat_tokens
 from cbatch.server.answer_events import Event, Said
 from cbatch.server.call import Call
 from cbatch.server.exchange import Exchange, dumps
@@ -16,7 +16,6 @@ from cbatch.server.responses_fields import read_response, repeated
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_pieces
 from cbatch.server.stream_encoders import BlockStream
-from cbatch.support.lazy_json import LazyList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -167,7 +166,7 @@ class ResponsesStream(BlockStream):
         self._open.append(text)
         if not text:
             return
-        new, self._n_told = _listed(self._scores[self._n_told :]), len(self._scores)
+        new, self._n_told = chat_tokens(self._scores[self._n_told :]), len(self._scores)
         more = {**self._place, "content_index": 0, "delta": text, "logprobs": new}
         yield from self._event("output_text.delta", **more)
 
@@ -194,7 +193,7 @@ class ResponsesStream(BlockStream):
         if kind == "message":
             part = _part(text, self._scores)
             at = {**place, "content_index": 0}
-            scores = _listed(self._scores)
+            scores = chat_tokens(self._scores)
             yield from self._event("output_text.done", **at, text=text, logprobs=scores)
             yield from self._event("content_part.done", **at, part=part)
             item = {**item, "content": [part]}
@@ -229,12 +228,8 @@ def _status(result: BatchResult) -> str:
     return "incomplete" if result.finish_reason in _CUT else "completed"
 
 
-def _listed(tokens: Sequence[TokenLogprob]) -> LazyList:
-    return LazyList(chat_token, tokens)
-
-
 def _part(text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    scores = _listed(tokens)
+    scores = chat_tokens(tokens)
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
 

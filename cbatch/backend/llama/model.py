@@ -229,7 +229,12 @@ class LlamaModel:
         """
         if self.n_embedding == self.n_width:
             return True
-        return any(name.startswith("dense_") for name, _ in tensor_types(model_parts(self.name)))
+        return any(name.startswith("dense_") for name in self._tensors)
+
+    @property
+    def _tensors(self) -> Sequence[str]:
+        """Names of the file's tensors; none where it cannot be read."""
+        return [name for name, _ in tensor_types(model_parts(self.name))]
 
     @property
     def n_embed_max(self) -> int:
@@ -267,9 +272,7 @@ class LlamaModel:
     @cached_property
     def has_learned_positions(self) -> bool:
         """Whether the model knows no other positions than those in a tensor of its file. Source: src/llama-arch.cpp."""
-        return any(
-            name == "position_embd.weight" for name, _ in tensor_types(model_parts(self.name))
-        )
+        return "position_embd.weight" in self._tensors
 
     @cached_property
     def n_window_short(self) -> int | None:
@@ -278,7 +281,7 @@ class LlamaModel:
         Source: src/llama-model.cpp, get_rope_factors, and load_hparams, n_ctx_orig_yarn.
         """
         said = self.metadata.get(f"{self.architecture}.rope.scaling.original_context_length", "")
-        names = [name for name, _ in tensor_types(model_parts(self.name))]
+        names = self._tensors
         is_known, has_two = bool(names), any(name.startswith("rope_factors_") for name in names)
         if is_known and not has_two:
             return None

@@ -45,9 +45,7 @@ def _finite(value: object) -> object:
     """Return a value with null in place of NaN and infinities, which tables may have."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, LazyList):
+    if isinstance(value, list | tuple | LazyList):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
