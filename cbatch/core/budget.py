@@ -247,8 +247,12 @@ class StepCosts:
         )
 
     def _width_s(self, n_rows: int) -> float:
+        """Return the seconds of a measured width; one step of its own may have been slow, so no more than the next."""
         times = self._decodes.get(n_rows)
-        return self._left_s[n_rows] if times is None else median(times)
+        if times is None:
+            return self._left_s[n_rows]
+        wider = min([n for n in self._decodes if n > n_rows], default=n_rows)
+        return min(median(times), median(self._decodes[wider]))
 
     @property
     def slower(self) -> float:

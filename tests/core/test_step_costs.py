@@ -52,6 +52,14 @@ def test_much_wider_step_than_was_seen_costs_more_in_proportion() -> None:
     assert learned().seen_s(4) == 0.0
 
 
+def test_one_slow_step_of_few_rows_costs_no_more_than_one_of_many() -> None:
+    costs = StepCosts()
+    costs.learn_decode(1, 9.0)  # the first of all
+    for _ in range(3):
+        costs.learn_decode(4, 1.0)
+    assert costs.decode_s(1) == costs.seen_s(1) == 1.0
+
+
 def test_slow_steps_change_nothing_and_a_slower_machine_does() -> None:
     costs = learned(*[(2, 1.0)] * 5)
     for _ in range(4):
