@@ -32,6 +32,9 @@ LEAST_NOISE = 0.01
 LEAST_CPU = 0.7
 """CPU time over wall time below which other programs disturbed the rounds, as in the trial of a load."""
 
+LEAST_JOB_S = 1.0
+"""Seconds of a job, at least: shorter ones differ by how their first and last requests meet. Our choice."""
+
 N_WARM_UP = 4
 """Requests with which an engine warms up. Our choice."""
 
@@ -174,7 +177,7 @@ class Tuner:
         chains: the requests of a job, `n` of them, by a seed.
         changes: what to try, asked for once an engine with the given settings is loaded.
         pace: how many requests come at once.
-        n_requests: of each job.
+        n_requests: of each job, or a multiple of it where a job would take less than `LEAST_JOB_S`.
         budget_s: seconds after which nothing new begins.
         n_threads: threads with which the given settings compute.
         say: gets the settings of each change once it is measured, and the verdict.
@@ -200,6 +203,8 @@ class Tuner:
     needed_s: float = 0.0
     """Seconds that all changes would have taken."""
     _given: TunedSide = field(init=False)
+    _n_of: dict[str, int] = field(default_factory=dict)
+    """Requests of each job."""
     _n_drawn: int = 0
     _n_done: int = 0
     _n_planned: int = 0
@@ -221,10 +226,7 @@ class Tuner:
             self._warm_up(given)
             load_s = self.clock() - start_s
             self.left = [*self.changes()]
-            first_s = self.clock()
-            for job in self.jobs:
-                self._answer(given, self._draw(job))
-            round_s = 2 * (self.clock() - first_s)
+            round_s = 2 * sum(self._size(job) for job in self.jobs)
             n_all = len(self.left) + 1
             n_fit = (self.budget_s / n_all - load_s) / round_s
             n_rounds = int(min(N_ROUNDS_MOST, max(N_ROUNDS, n_fit)))
@@ -379,6 +381,13 @@ class Tuner:
         self._n_done += 1
         self.show(self._n_done, self._n_planned)
 
+    def _size(self, job: Workload) -> float:
+        """Decide how many requests a job has; return about the seconds that it will take."""
+        seconds = self._answer(self._given, self._draw(job))
+        n_times = max(1, math.ceil(LEAST_JOB_S / seconds))
+        self._n_of[job.name] = n_times * self.n_requests
+        return n_times * seconds
+
     def _warm_up(self, side: TunedSide) -> None:
         side.start()
         self._answer(side, self._draw(self.jobs[0], N_WARM_UP))
@@ -386,7 +395,8 @@ class Tuner:
     def _draw(self, job: Workload, n: int | None = None) -> Chains:
         """Return requests that no engine has seen."""
         self._n_drawn += 1
-        return self.chains(job, n or self.n_requests, f"tune {self._n_drawn}")
+        n = n or self._n_of.get(job.name, self.n_requests)
+        return self.chains(job, n, f"tune {self._n_drawn}")
 
     def _answer(self, side: TunedSide, chains: Chains) -> float:
         """Return the seconds in which an engine answers requests."""

@@ -34,6 +34,8 @@ class Machine:
     def __init__(self, speeds: Mapping[str, float] | None = None, *, noise: float = 0.0) -> None:
         self.speeds, self.noise = speeds or {}, noise
         self.now_s, self.cpu_share, self.chance = 0.0, 1.0, random.Random(1)
+        self.job_s = JOB_S
+        self.n_requests: set[int] = set()
         self.broken: set[str] = set()
         self.loaded: list[str] = []
         self.log: list[str] = []
@@ -83,7 +85,9 @@ class SpokenSide:
         machine.log.append(self._name)
         n_lost = 1 if self._name in machine.broken else 0
         speed = machine.speeds.get(self._name, 1.0) * machine.speeds.get(f"{self._name} {job}", 1.0)
-        seconds = JOB_S / speed * (1 + machine.chance.uniform(-machine.noise, machine.noise))
+        machine.n_requests.add(len(requests))
+        seconds = len(requests) / 4 * machine.job_s / speed
+        seconds *= 1 + machine.chance.uniform(-machine.noise, machine.noise)
         machine.now_s += seconds
         self.cpu_s = 2 * machine.cpu_share * seconds
         answers = [
@@ -163,6 +167,17 @@ def test_engines_take_turns_with_requests_that_none_has_seen() -> None:
     firsts = [rounds[i] for i in range(0, len(rounds), 2 * len(JOBS))]
     assert firsts[:4] == ["", "n_ubatch=1024", "", "n_ubatch=1024"]
     assert Counter(rounds) == {"": len(rounds) // 2, "n_ubatch=1024": len(rounds) // 2}
+
+
+@pytest.mark.parametrize(("job_s", "n_requests"), [(10.0, {4}), (0.3, {4, 16}), (0.01, {4, 400})])
+def test_job_of_a_fast_model_has_so_many_requests_that_it_lasts(
+    job_s: float, n_requests: set[int]
+) -> None:
+    machine = Machine()
+    machine.job_s = job_s
+    tuner = ran(machine, WIDE)
+    assert machine.n_requests == n_requests, "few only to warm up, and to see how long they take"
+    assert all(t.given_s >= 1.0 for times in tuner.tried[0].times.values() for t in times)
 
 
 def test_all_that_is_faster_is_measured_together_and_the_best_is_advised() -> None:
