@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
 
 from cbatch.support.checks import MAX_INT, shown
 
@@ -15,8 +14,15 @@ MAX_ID = 0x3FFFFFFF
 MAX_SLOT = 1024
 """The largest number of a slot that is read; which slots there are is known later. Source: as of `MAX_ID`."""
 
+MAX_SNAPSHOT = 63
+"""The largest number of a snapshot: our choice; system 002's daemon has eight."""
+
 MAX_LINE = 2**20
 """Bytes of a line: our choice, far above any path."""
+
+GENERATE = "GENERATE"
+"""The oldest command, which has no name in a line: answer a prompt without quanta. With RESTORE, its prompt begins with
+a snapshot."""
 
 
 class LineError(Exception):
@@ -28,107 +34,35 @@ class LineError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Begin a request: its prompt is computed, and its first quantum."""
+class Line:
+    """A command and its values, of which each command has those that it needs.
 
-    path: str
-    n_total: int
-    n_quantum: int
+    Args:
+        name: in capitals; that of `CONTINUE` and `GENERATE` for all that mean the same.
+        id: of the request.
+        path: of the prompt.
+        n: tokens, or the most sequences of a shared step.
+        n_quantum: tokens of a turn.
+        snapshot: its number.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Continue:
-    """Go on with a request for up to `n_tokens` tokens."""
-
-    n_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LineCancel:
-    """End a request."""
-
-    id: int
-
-
-MAX_SNAPSHOT = 63
-"""The largest number of a snapshot: our choice; system 002's daemon has eight."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """Answer a prompt without quanta: the oldest command; with RESTORE, a prompt that begins with a snapshot."""
-
-    path: str
-    n_tokens: int
+    name: str = ""
+    id: int | None = None
+    slot: int | None = None
+    path: str = ""
+    n: int | None = None
+    n_quantum: int | None = None
     snapshot: int | None = None
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether it gives turns."""
+        return self.name.startswith("SCHED_")
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Keep the tokens that a slot has, under a number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class FreeSnapshot:
-    """Forget a snapshot."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ListSnapshots:
-    """Tell the numbers of all snapshots."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Give the next request one quantum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Give quanta in turn until no request is active."""
-
-
-BatchKind: TypeAlias = Literal["peek", "probe", "tail", "step", "drain"]
-
-
-@dataclass(frozen=True, slots=True)
-class LineBatch:
-    """Show, compare or do steps that up to `n_most` requests share; None for as many as there are slots."""
-
-    kind: BatchKind
-    n_most: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ListSlots:
-    """Tell what each slot holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListRequests:
-    """Tell what each active request has done."""
-
-
-Scheduled: TypeAlias = Step | Drain | LineBatch
-"""Commands for all requests together."""
-
-Oldest: TypeAlias = Generate | Snapshot | FreeSnapshot | ListSnapshots
-"""Commands that are done one after the other."""
-
-Command: TypeAlias = Start | Continue | LineCancel | Oldest | Scheduled | ListSlots | ListRequests
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A command with what stood before it."""
-
-    id: int | None
-    slot: int | None
-    command: Command
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is about steps that several requests share."""
+        return self.name.startswith("SCHED_BATCH_")
 
 
 def read_line(data: bytes) -> Line | None:
@@ -141,17 +75,18 @@ def read_line(data: bytes) -> Line | None:
         LineError: no command, or one with wrong values.
     """
     text = data[: MAX_LINE + 1].decode("utf-8", "surrogateescape").strip()
-    prefix = _Prefix()
-    rest = prefix.take_from(text)
+    line, rest = Line(), text
     try:
+        while (found := _NAMED.match(rest)) is not None:
+            if found[1].upper() == "SLOT":
+                line = replace(line, slot=_number("SLOT", found[2], 0, MAX_SLOT, before=line.slot))
+            else:
+                line = replace(line, id=_number("REQ", found[2], 0, MAX_ID, before=line.id))
+            rest = rest[found.end() :]
         _check_text(data, text)
-        if not rest and prefix.is_empty:
-            return None
-        command = _command(rest, prefix)
-        prefix.check_suits(command)
+        return None if not rest and line == Line() else _command(line, rest)
     except _WrongError as error:
-        raise LineError(prefix.id, str(error)) from None
-    return Line(prefix.id, prefix.slot, command)
+        raise LineError(line.id, str(error)) from None
 
 
 def _check_text(data: bytes, text: str) -> None:
@@ -169,48 +104,8 @@ class _WrongError(Exception):
     """What is wrong with a line, whatever id it gives."""
 
 
-# ---- before the command ----
-
 _NAMED = re.compile(r"(REQUEST|REQ|SLOT)(?:\s*=\s*|\s+|$)(\S*)\s*", re.IGNORECASE | re.ASCII)
-
-
-class _Prefix:
-    """The id and the slot that stand before a command, each once and in any order."""
-
-    def __init__(self) -> None:
-        self.id: int | None = None
-        self.slot: int | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self.id is None and self.slot is None
-
-    def take_from(self, text: str) -> str:
-        """Read the prefix of a line; return what stands after it.
-
-        Raises:
-            LineError: a wrong id or slot, or a second one.
-        """
-        while (found := _NAMED.match(text)) is not None:
-            try:
-                if found[1].upper() == "SLOT":
-                    self.slot = _number("SLOT", found[2], 0, MAX_SLOT, before=self.slot)
-                else:
-                    self.id = _number("REQ", found[2], 0, MAX_ID, before=self.id)
-            except _WrongError as error:
-                raise LineError(self.id, str(error)) from None
-            text = text[found.end() :]
-        return text
-
-    def check_suits(self, command: Command) -> None:
-        """Refuse an id or a slot that the command would ignore."""
-        is_of_all = isinstance(command, Scheduled | ListSlots | ListRequests | ListSnapshots)
-        if is_of_all and not self.is_empty:
-            raise _WrongError("REQ and SLOT are only allowed before commands for one request")
-        if isinstance(command, LineCancel) and self.slot is not None:
-            raise _WrongError("CANCEL takes the id of a request, and no SLOT")
-        if isinstance(command, Start) and not self.id:
-            raise _WrongError(f"START needs REQ with an id of 1 … {MAX_ID}")
+"""The id and the slot, which stand before a command, each once and in any order."""
 
 
 def _number(name: str, word: str, low: int, high: int, *, before: int | None = None) -> int:
@@ -227,33 +122,31 @@ def _number(name: str, word: str, low: int, high: int, *, before: int | None = N
     return int(word)
 
 
-# ---- the command ----
-
-
-def _command(text: str, prefix: _Prefix) -> Command:
+def _command(line: Line, text: str) -> Line:
+    """Return a line with the command in the text behind its id and slot."""
     if not text:
         raise _WrongError("no command after REQ or SLOT")
     word, rest = (*text.split(None, 1), "")[:2]
     name = word.upper()
     if name in _NOT_HERE:
         raise _WrongError(f"{name} is not offered: {_NOT_HERE[name]}")
-    if name == "CANCEL":
-        return _cancel(rest, prefix)
-    if name in _READERS:
-        return _READERS[name](name, rest)
-    return _generate(word, text)
+    if name not in _READERS:
+        return _generate(line, word, text)
+    read = _READERS[name](replace(line, name=name), rest)
+    if name.startswith(("SCHED_", "LIST_")) and not line.id == line.slot is None:
+        raise _WrongError("REQ and SLOT are only allowed before commands for one request")
+    return read
 
 
-def _start(name: str, rest: str) -> Start:
-    path, total, quantum = _path_and_numbers(rest, 2, f"{name} <prompt_file> <total> <quantum>")
-    return Start(
-        path,
-        _number("total", total, 1, MAX_INT),
-        _number("quantum", quantum, 1, MAX_INT),
-    )
+def _start(line: Line, rest: str) -> Line:
+    path, total, quantum = _words(rest, 2, "START <prompt_file> <total> <quantum>")
+    n, n_quantum = _number("total", total, 1, MAX_INT), _number("quantum", quantum, 1, MAX_INT)
+    if not line.id:
+        raise _WrongError(f"START needs REQ with an id of 1 … {MAX_ID}")
+    return replace(line, path=path, n=n, n_quantum=n_quantum)
 
 
-def _path_and_numbers(rest: str, n_numbers: int, form: str) -> list[str]:
+def _words(rest: str, n_numbers: int, form: str) -> list[str]:
     """Return a path, which may have blanks, and the `n_numbers` words after it."""
     words = rest.rsplit(maxsplit=n_numbers)
     if len(words) != n_numbers + 1:
@@ -261,74 +154,73 @@ def _path_and_numbers(rest: str, n_numbers: int, form: str) -> list[str]:
     return words
 
 
-def _continue(name: str, rest: str) -> Continue:
-    return Continue(_number("the number of tokens", rest, 1, MAX_INT))
+def _n_tokens(word: str) -> int:
+    return _number("the number of tokens", word, 1, MAX_INT)
 
 
-def _cancel(rest: str, prefix: _Prefix) -> LineCancel:
-    if not rest and prefix.id is None:
+def _continue(line: Line, rest: str) -> Line:
+    return replace(line, name="CONTINUE", n=_n_tokens(rest))
+
+
+def _cancel(line: Line, rest: str) -> Line:
+    if not rest and line.id is None:
         raise _WrongError("CANCEL needs the id of a request")
-    id = prefix.id if not rest else _number("CANCEL", rest, 0, MAX_ID)
-    if prefix.id is not None and id != prefix.id:
-        raise _WrongError(f"REQ {prefix.id} and CANCEL {id} name two requests")
-    return LineCancel(id or 0)
+    id = _number("CANCEL", rest, 0, MAX_ID) if rest else line.id
+    if line.id not in (None, id):
+        raise _WrongError(f"REQ {line.id} and CANCEL {id} name two requests")
+    if line.slot is not None:
+        raise _WrongError("CANCEL takes the id of a request, and no SLOT")
+    return replace(line, id=id)
 
 
-def _restore(name: str, rest: str) -> Generate:
+def _restore(line: Line, rest: str) -> Line:
     number, more = (*rest.split(None, 1), "", "")[:2]
-    path, n = _path_and_numbers(more, 1, f"{name} <snapshot> <prompt_file> <n>")
-    n_tokens = _number("the number of tokens", n, 1, MAX_INT)
-    return Generate(path, n_tokens, _number("the snapshot", number, 0, MAX_SNAPSHOT))
+    path, n = _words(more, 1, "RESTORE <snapshot> <prompt_file> <n>")
+    n_tokens, snapshot = _n_tokens(n), _number("the snapshot", number, 0, MAX_SNAPSHOT)
+    return replace(line, name=GENERATE, path=path, n=n_tokens, snapshot=snapshot)
 
 
-def _numbered(command: Callable[[int], Command]) -> Callable[[str, str], Command]:
-    def read(name: str, rest: str) -> Command:
-        return command(_number(f"the number of {name}", rest, 0, MAX_SNAPSHOT))
-
-    return read
+def _snapshot(line: Line, rest: str) -> Line:
+    number = _number(f"the number of {line.name}", rest, 0, MAX_SNAPSHOT)
+    return replace(line, snapshot=number)
 
 
-def _alone(command: Command) -> Callable[[str, str], Command]:
-    def read(name: str, rest: str) -> Command:
-        if rest:
-            raise _WrongError(f"{name} takes no arguments, not {shown(rest)}")
-        return command
-
-    return read
+def _alone(line: Line, rest: str) -> Line:
+    if rest:
+        raise _WrongError(f"{line.name} takes no arguments, not {shown(rest)}")
+    return line
 
 
-def _batch(kind: BatchKind) -> Callable[[str, str], Command]:
-    def read(name: str, rest: str) -> Command:
-        return LineBatch(kind, _number(f"max of {name}", rest, 1, MAX_INT) if rest else None)
-
-    return read
+def _shared(line: Line, rest: str) -> Line:
+    return replace(line, n=_number(f"max of {line.name}", rest, 1, MAX_INT) if rest else None)
 
 
-def _generate(word: str, text: str) -> Generate:
+def _generate(line: Line, word: str, text: str) -> Line:
     """Read `<prompt_file> <n>`, the one command without a name."""
     *path, last = text.rsplit(None, 1)
     if not path or not last.lstrip("+-").isdigit():
         raise _WrongError(f"unknown command {shown(word)}")
-    return Generate(path[0], _number("the number of tokens", last, 1, MAX_INT))
+    return replace(line, name=GENERATE, path=path[0], n=_n_tokens(last))
 
 
-_READERS: Mapping[str, Callable[[str, str], Command]] = {
-    "START": _start,
+_READERS: Mapping[str, Callable[[Line, str], Line]] = {
+    "START": _start,  # a request: its prompt is computed, and its first quantum
     "CONTINUE": _continue,
     "CONT": _continue,
-    "SCHED_STEP": _alone(Step()),
-    "SCHED_DRAIN": _alone(Drain()),
-    "SCHED_BATCH_PEEK": _batch("peek"),
-    "SCHED_BATCH_PROBE": _batch("probe"),
-    "SCHED_BATCH_TARGET_TAIL": _batch("tail"),
-    "SCHED_BATCH_TARGET_STEP": _batch("step"),
-    "SCHED_BATCH_DRAIN": _batch("drain"),
-    "LIST_TARGET_CACHE_SLOTS": _alone(ListSlots()),
-    "LIST_REQUESTS": _alone(ListRequests()),
+    "CANCEL": _cancel,
+    "SCHED_STEP": _alone,  # gives the next request one quantum
+    "SCHED_DRAIN": _alone,  # gives quanta in turn until no request is active
+    "SCHED_BATCH_PEEK": _shared,  # shows what the next shared step would have
+    "SCHED_BATCH_PROBE": _shared,  # compares it with steps alone
+    "SCHED_BATCH_TARGET_TAIL": _shared,
+    "SCHED_BATCH_TARGET_STEP": _shared,
+    "SCHED_BATCH_DRAIN": _shared,
+    "LIST_TARGET_CACHE_SLOTS": _alone,
+    "LIST_REQUESTS": _alone,
     "RESTORE": _restore,
-    "SNAPSHOT": _numbered(Snapshot),
-    "FREE_SNAPSHOT": _numbered(FreeSnapshot),
-    "LIST_SLOTS": _alone(ListSnapshots()),
+    "SNAPSHOT": _snapshot,  # keeps the tokens that a slot has, under a number
+    "FREE_SNAPSHOT": _snapshot,
+    "LIST_SLOTS": _alone,  # tells the numbers of all snapshots
 }
 
 _NOT_HERE: Mapping[str, str] = {

@@ -5,35 +5,17 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
-from cbatch.daemon.line_commands import (
-    Continue,
-    Drain,
-    FreeSnapshot,
-    Generate,
-    LineBatch,
-    LineCancel,
-    LineError,
-    ListRequests,
-    ListSlots,
-    Oldest,
-    Snapshot,
-    Start,
-    Step,
-    read_line,
-)
+from cbatch.daemon.line_commands import GENERATE, Line, LineError, read_line
 from cbatch.daemon.prompt_file import read_prompt
 from cbatch.daemon.slot_table import SlotRequest, SlotTable
 from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from cbatch.daemon.line_commands import BatchKind, Line, Scheduled
     from cbatch.response import BatchOutputChunk, BatchResult
-
-_T = TypeVar("_T")
 
 MORE = -4
 """A frame's value after a quantum: the request lives."""
@@ -117,9 +99,9 @@ class Lines:
     def __init__(self, machine: Machine, output: Output, *, is_tagged: bool) -> None:
         self._machine, self._out, self._is_tagged = machine, output, is_tagged
         self._slots = SlotTable(machine.n_slots)
-        self._scheduled: deque[Scheduled] = deque()
-        self._prompts: deque[tuple[int, int, Oldest]] = deque()
-        """Prompts that are answered one after the other, with ids and slots, and what is said of snapshots between."""
+        self._scheduled: deque[Line] = deque()
+        self._prompts: deque[Line] = deque()
+        """Prompts that are answered one after the other, and what is said of snapshots between."""
         self._is_ending = False
         self._n_lines = 0
 
@@ -162,7 +144,7 @@ class Lines:
     def end_input(self) -> None:
         """Take no more lines: what is active is drained."""
         self._is_ending = True
-        self._scheduled.append(Drain())
+        self._scheduled.append(Line("SCHED_DRAIN"))
         self._advance()
 
     def leave(self) -> None:
@@ -190,42 +172,40 @@ class Lines:
             raise LineError(line.id, words_of(error)) from error
 
     def _do(self, line: Line) -> None:
-        command = line.command
-        if isinstance(command, Start):
-            self._start(line.id or 0, line.slot, command)
-        elif isinstance(command, Continue):
-            self._continue(line.id or 0, line.slot, command.n_tokens)
-        elif isinstance(command, LineCancel):
-            self._cancel_id(command.id)
-        elif isinstance(command, Oldest):
-            self._put(self._prompts, (line.id or 0, line.slot or 0, command))
-        elif isinstance(command, ListSlots):
-            self._out.say(f"LIST_TARGET_CACHE_SLOTS {self._slots.slots_said()}")
-        elif isinstance(command, ListRequests):
-            self._out.say(f"LIST_REQUESTS {self._slots.requests_said()}".rstrip())
+        if line.is_shared and not self._is_tagged:
+            raise LineError(None, "shared steps need --stream-tagged")
+        if line.is_scheduled:
+            self._put(self._scheduled, line)
+        elif line.name == "START":
+            self._start(line, line.id or 0)
+        elif line.name == "CONTINUE":
+            self._continue(line.id or 0, line.slot, line.n or 0)
+        elif line.name == "CANCEL":
+            self._cancel_id(line.id or 0)
+        elif line.name == "LIST_TARGET_CACHE_SLOTS":
+            self._out.say(f"{line.name} {self._slots.slots_said()}")
+        elif line.name == "LIST_REQUESTS":
+            self._out.say(f"{line.name} {self._slots.requests_said()}".rstrip())
         else:
-            if isinstance(command, LineBatch) and not self._is_tagged:
-                raise LineError(None, "shared steps need --stream-tagged")
-            self._put(self._scheduled, command)
+            self._put(self._prompts, line)
 
-    def _put(self, waiting: deque[_T], command: _T) -> None:
+    def _put(self, waiting: deque[Line], line: Line) -> None:
         if len(waiting) == N_WAITING_MAX:
             raise LineError(None, f"{N_WAITING_MAX:,} commands wait already")
-        waiting.append(command)
+        waiting.append(line)
 
-    def _start(self, id: int, slot: int | None, command: Start) -> None:
+    def _start(self, line: Line, id: int) -> None:
         if self._slots.find(id) is not None:
             raise LineError(id, f"request {id} is active already")
-        if slot is None:
-            slot = self._slots.first_free()
+        slot = self._slots.first_free() if line.slot is None else line.slot
         if slot is None:
             raise LineError(id, f"all slots are in use: {len(self._slots)}")
         self._check_free(id, slot)
         try:
-            tokens = self._prompt(command.path)
+            tokens = self._prompt(line.path)
         except PromptError as error:
             raise LineError(id, str(error)) from None
-        self._begin(id, slot, tokens, command.n_total, command.n_quantum)
+        self._begin(id, slot, tokens, line.n or 0, line.n_quantum)
 
     def _prompt(self, path: str) -> Sequence[int]:
         return read_prompt(path, self._machine.n_vocab, self._machine.n_window)
@@ -308,7 +288,7 @@ class Lines:
     def _cancel_id(self, id: int) -> None:
         """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
         request = self._slots.find(id)
-        waiting = [p for p in self._prompts if p[0] == id and isinstance(p[2], Generate)]
+        waiting = [p for p in self._prompts if p.name == GENERATE and (p.id or 0) == id]
         self._slots.forget(id)
         for prompt in waiting:
             self._prompts.remove(prompt)
@@ -363,96 +343,95 @@ class Lines:
     def _answer_prompts(self) -> None:
         """Begin the next of the prompts that are answered one after the other."""
         while self._prompts and all(request.quantum for request in self._slots.active):
-            id, slot, command = self._prompts.popleft()
+            line = self._prompts.popleft()
+            do = self._generate if line.name == GENERATE else self._keep_snapshots
             try:
-                if isinstance(command, Generate):
-                    self._generate(id, slot, command)
-                else:
-                    self._keep_snapshots(id, slot, command)
+                do(line, line.id or 0, line.slot or 0)
             except LineError as error:
-                self._refuse(id, str(error))
+                self._refuse(line.id or 0, str(error))
 
-    def _generate(self, id: int, slot: int, command: Generate) -> None:
+    def _generate(self, line: Line, id: int, slot: int) -> None:
         """Begin a request without quanta."""
         if self._slots.find(id) is not None:
             raise LineError(id, f"request {id} is active already")
         self._check_free(id, slot)
-        number = command.snapshot
+        number = line.snapshot
         before = None if number is None else self._slots.snapshots.get(number)
         if number is not None and before is None:
             raise LineError(id, f"there is no snapshot {number}")
         try:
-            tokens = self._prompt(command.path)
+            tokens = self._prompt(line.path)
         except PromptError as error:
             what = "no command, and no prompt: " if number is None else ""
             raise LineError(id, f"{what}{error}") from None
         if before is not None and tuple(before) != tuple(tokens[: len(before)]):
             raise LineError(id, f"the prompt does not begin with the tokens of snapshot {number}")
-        self._begin(id, slot, tokens, command.n_tokens, None)
+        self._begin(id, slot, tokens, line.n or 0, None)
 
-    def _keep_snapshots(self, id: int, slot: int, command: Oldest) -> None:
+    def _keep_snapshots(self, line: Line, id: int, slot: int) -> None:
         """Do a command of snapshots. Their texts are those of system 002's daemon, which its clients look for."""
-        if isinstance(command, Snapshot):
-            self._check_slot(id, slot)
-            n_tokens = self._slots.snapshot(slot, command.number)
-            if n_tokens is None:
-                raise LineError(id, f"slot {slot} has had no request")
-            self._out.say(f"[snap] inline slot={command.number} cur_pos={n_tokens}", id)
-        elif isinstance(command, FreeSnapshot):
-            self._slots.snapshots.pop(command.number, None)
-            self._out.say(f"[snap] freed slot={command.number}", id)
-        else:
+        number = line.snapshot
+        if number is None:
             numbers = ",".join(map(str, sorted(self._slots.snapshots)))
             self._out.say(f"[snap] slots={numbers}", id)
+        elif line.name == "FREE_SNAPSHOT":
+            self._slots.snapshots.pop(number, None)
+            self._out.say(f"[snap] freed slot={number}", id)
+        else:
+            self._check_slot(id, slot)
+            n_tokens = self._slots.snapshot(slot, number)
+            if n_tokens is None:
+                raise LineError(id, f"slot {slot} has had no request")
+            self._out.say(f"[snap] inline slot={number} cur_pos={n_tokens}", id)
 
-    def _may_go(self, command: Scheduled) -> bool:
+    def _may_go(self, line: Line) -> bool:
         """Whether no turn runs that a scheduling command waits for.
 
         A long prompt holds up nobody: it is waited for only where too few others can take a turn.
         """
         running = [request for request in self._slots.active if request.quantum and request.n_due]
-        n_wanted = 2 if isinstance(command, LineBatch) else 1
+        n_wanted = 2 if line.is_shared else 1
         has_enough = len(self._slots.in_turn()) >= n_wanted
         return not running or (has_enough and all(request.is_in_prompt for request in running))
 
-    def _go(self, command: Scheduled) -> bool:
+    def _go(self, line: Line) -> bool:
         """Do a scheduling command, or one round of it; return whether all of it is done."""
         requests = self._slots.in_turn()
-        if isinstance(command, LineBatch):
-            return self._share(command, requests[: command.n_most])
-        name = "SCHED_STEP" if isinstance(command, Step) else "SCHED_DRAIN"
+        if line.is_shared:
+            return self._share(line, requests[: line.n])
         # the last drain came with the end of the input: nobody has asked for it
         is_asked_for = not self._is_ending or len(self._scheduled) > 1
         if not requests and is_asked_for:
-            self._out.say(f"{name}: idle")
+            self._out.say(f"{line.name}: idle")
         if not requests:
             return True
-        if isinstance(command, Drain):
+        if line.name == "SCHED_DRAIN":
             self._run(requests)
             return False
         self._run(requests[:1])
         self._slots.pass_on(requests[0])
         return True
 
-    def _share(self, command: LineBatch, requests: list[SlotRequest]) -> bool:
+    def _share(self, line: Line, requests: list[SlotRequest]) -> bool:
         """Do a command of steps that requests share, or one round of it; return whether all of it is done."""
-        if command.kind == "tail":
+        kind, is_drain = line.name.removeprefix("SCHED_BATCH_"), line.name == "SCHED_BATCH_DRAIN"
+        if kind == "TARGET_TAIL":
             requests = [request for request in self._slots.in_turn() if request.n_left == 1]
-            requests = requests[: command.n_most]
+            requests = requests[: line.n]
         said = " ".join(f"{r.id}:{r.slot}:{r.position}" for r in requests)
-        self._out.say(f"{_NAMES[command.kind]} rows={len(requests)} {said}".rstrip())
-        if command.kind == "probe" and len(requests) > 1:
+        self._out.say(f"{line.name} rows={len(requests)} {said}".rstrip())
+        if kind == "PROBE" and len(requests) > 1:
             self._compare(requests)
-        if command.kind in ("peek", "probe") or not requests:
+        if kind in ("PEEK", "PROBE") or not requests:
             return True
-        if command.kind != "drain":
+        if not is_drain:
             self._run(requests, 1)
         elif len(requests) > 1:
             self._run(requests, min(min(r.quantum or 1, r.n_left) for r in requests))
         else:
             return True
         self._slots.pass_on(requests[-1])
-        return command.kind != "drain"
+        return not is_drain
 
     def _compare(self, requests: Sequence[SlotRequest]) -> None:
         try:
@@ -511,12 +490,3 @@ class Lines:
         request.n_due = request.n_more = 0
         self._out.say(f"ended: {words}", request.id)
         self._mark(request, END)
-
-
-_NAMES: Mapping[BatchKind, str] = {
-    "peek": "SCHED_BATCH_PEEK",
-    "probe": "SCHED_BATCH_PROBE",
-    "tail": "SCHED_BATCH_TARGET_TAIL",
-    "step": "SCHED_BATCH_TARGET_STEP",
-    "drain": "SCHED_BATCH_DRAIN",
-}

@@ -20,44 +20,37 @@ def read_prompt(path: str, n_vocab: int, n_most: int) -> tuple[int, ...]:
         PromptError: no such file, nothing to read as tokens, or a token outside of the vocabulary.
     """
     try:
-        data = _content(path, n_most * _N_BYTES)
+        tokens = array("i", _content(path, n_most * _N_BYTES))
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= n_vocab:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token {wrong} is not in the vocabulary of {n_vocab:,}")
+        return tuple(tokens)
     except OSError as error:
         raise PromptError(f"{readable(path)}: {error.strerror}") from error
-    except _NotAPromptError as error:
+    except ValueError as error:
         raise PromptError(f"{readable(path)}: {error}") from None
-    tokens = array("i", data)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= n_vocab:
-        wrong = low if low < 0 else high
-        raise PromptError(
-            f"{readable(path)}: token {wrong} is not in the vocabulary of {n_vocab:,}"
-        )
-    return tuple(tokens)
-
-
-class _NotAPromptError(Exception):
-    """Why a file holds no prompt."""
 
 
 def _content(path: str, n_most: int) -> bytes:
-    """Return the bytes of a regular file that holds whole tokens."""
+    """Return the bytes of a regular file that holds whole tokens. Raises a ValueError for another."""
     # opening a named pipe would wait for its writer otherwise
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise _NotAPromptError("not a file of token ids")
+            raise ValueError("not a file of token ids")
         with os.fdopen(file, "rb", closefd=False) as opened:
             data = opened.read(n_most + 1)
     finally:
         os.close(file)
     if not data:
-        raise _NotAPromptError("the file is empty")
+        raise ValueError("the file is empty")
     if len(data) > n_most:
         n_tokens = max(status.st_size, len(data)) // _N_BYTES
-        raise _NotAPromptError(f"{n_tokens:,} tokens, but at most {n_most // _N_BYTES:,} fit")
+        raise ValueError(f"{n_tokens:,} tokens, but at most {n_most // _N_BYTES:,} fit")
     if len(data) % _N_BYTES:
-        raise _NotAPromptError(f"{len(data):,} bytes are not whole tokens of {_N_BYTES} bytes")
+        raise ValueError(f"{len(data):,} bytes are not whole tokens of {_N_BYTES} bytes")
     return data
