@@ -16,7 +16,7 @@ import cbatch
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
-from cbatch.daemon.line_session import serve_lines
+from cbatch.daemon.line_session import LineSession
 from cbatch.daemon.listening import Listener, hang_up
 from cbatch.daemon.streams import StreamWriter, busy_frames, lines_of, without_mark
 from cbatch.engine import open_local
@@ -135,7 +135,8 @@ def _serve(
         return serve_client(runtime, source, fd, options=options, hang_up=hang_up)
     own = options.over(cbatch.RunOptions(temperature=0.0))
     lines = lines_of(source, head)
-    return serve_lines(runtime, lines, fd, text if is_apart else None, own, is_tagged=is_tagged)
+    shown = text if is_apart else None
+    return LineSession(runtime, fd, shown, own, is_tagged=is_tagged).serve(lines)
 
 
 def _serve_clients(

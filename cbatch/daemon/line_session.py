@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
-from cbatch.daemon.line_machine import EngineMachine
 from cbatch.daemon.lines import Lines
 from cbatch.daemon.streams import FrameOutput, StreamWriter
 from cbatch.errors import EngineClosedError
+from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.runtime.interface import Runtime
+from cbatch.runtime.ids import own_id
+from cbatch.runtime.interface import Runtime, Submission
 from cbatch.worker.host import SessionEnd
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.row_comparison import RowComparison
+
+    Take = Callable[[Sequence[BatchOutputChunk], Sequence[tuple[int, BatchResult]]], object]
 
 _LONGEST_WAIT_S = 1.0
 """Ctrl-C that comes just before a wait is noticed after it."""
@@ -23,30 +34,8 @@ _N_AHEAD = 256
 """Lines that may be read before they are done: our choice; a client that sends more waits."""
 
 
-def serve_lines(
-    runtime: Runtime,
-    lines: Iterable[bytes],
-    fd: int,
-    text: StreamWriter | None,
-    options: RunOptions,
-    *,
-    is_tagged: bool,
-) -> SessionEnd:
-    """Execute lines until they end and all requests have, or the reader of the frames has left.
-
-    Args:
-        runtime: nobody else gives it requests meanwhile; it stays open.
-        lines: read in a thread of their own, which may outlive the session by one line.
-        fd: where frames go; it stays open.
-        text: where text goes; None for frames, which are tagged then.
-        options: of every request.
-        is_tagged: whether each number comes with the id of its request.
-    """
-    return _Session(runtime, fd, text, options, is_tagged=is_tagged).serve(lines)
-
-
-class _Session:
-    """Everything that happens comes as a call into one queue, and is done by one thread."""
+class LineSession:
+    """One client, whose lines are executed: all that happens is a call in one queue, done by one thread."""
 
     def __init__(
         self,
@@ -57,6 +46,15 @@ class _Session:
         *,
         is_tagged: bool,
     ) -> None:
+        """Make one.
+
+        Args:
+            runtime: nobody else gives it requests meanwhile; it stays open.
+            fd: where frames go; it stays open.
+            text: where text goes; None for frames, which are tagged then.
+            options: of every request.
+            is_tagged: whether each number comes with the id of its request.
+        """
         self._runtime = runtime
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._ending = SessionEnd.DONE
@@ -73,6 +71,10 @@ class _Session:
         self._lines = Lines(self._machine, output, is_tagged=is_tagged)
 
     def serve(self, lines: Iterable[bytes]) -> SessionEnd:
+        """Execute lines until they end and all requests have, or the reader of the frames has left.
+
+        They are read in a thread of their own, which may outlive the session by one line.
+        """
         self._runtime.listen(self._tell_end)
         try:
             self._check_engine()
@@ -132,3 +134,55 @@ class _Session:
     def _fail(self, error: EngineClosedError) -> None:
         self._ending = SessionEnd.FAILED
         self._lines.fail(error)
+
+
+class EngineMachine:
+    """A `Machine` of one runtime, and the `Target` of its requests. Orders take effect in the order they are given."""
+
+    is_streamed = wants_tokens = True
+
+    def __init__(self, runtime: Runtime, options: RunOptions, take: Take) -> None:
+        """Make one; `options` are those of every request, `take` is called with output in a thread of the runtime."""
+        self._runtime, self._options, self._take = runtime, options, take
+        self.n_slots, self.n_window = runtime.n_slots, runtime.n_window
+        self.n_vocab = runtime.model_facts().n_vocab
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Hand output on."""
+        self._take(chunks, results)
+
+    def expect_choices(self, n: int) -> None:
+        """Do nothing: each request has one answer."""
+
+    def start(
+        self, key: str, tokens: Sequence[int], n_total: int, n_quantum: int | None, slot: int
+    ) -> None:
+        """Queue a request for a slot; the request pauses after each quantum."""
+        own = RunOptions(
+            max_tokens=n_total, strict_max_tokens=True, slot=slot, pause_every=n_quantum
+        )
+        prompts, options = [BatchPrompt(tokens=tokens)], own.over(self._options)
+        self._runtime.add(Submission(prompts, [own_id(key)], [""], options, math.inf, self))
+
+    def resume(self, turns: Sequence[tuple[str, int]]) -> None:
+        """Let paused requests go on, all before the next step."""
+        self._runtime.orders.resume_soon(turns)
+
+    def extend(self, result: BatchResult, n_tokens: int) -> str:
+        """Queue a request that continues a result in its slot."""
+        return self._runtime.extend(result, n_tokens, self)
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """End requests before the next step."""
+        self._runtime.orders.cancel_soon(keys)
+
+    def compare(self, keys: Sequence[str]) -> Sequence[RowComparison]:
+        """Compare the next rows of paused requests in one step and alone; waits for it."""
+        return self._runtime.orders.compare_rows(keys)
+
+    def settle(self) -> None:
+        """Return when all orders are done and no request is left, or the engine has stopped."""
+        with suppress(EngineClosedError):
+            self._runtime.cancel_all()

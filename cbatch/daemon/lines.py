@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+from array import array
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.daemon.line_commands import GENERATE, Line, LineError, read_line
-from cbatch.daemon.prompt_file import read_prompt
 from cbatch.daemon.slot_table import SlotRequest, SlotTable
 from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.row_comparison import RowComparison
 
 MORE = -4
 """A frame's value after a quantum: the request lives."""
 
 END = -1
 """A frame's value at the end of a request."""
+
+_TOKEN_BYTES = 4
+"""Bytes of a token in a file of a prompt: a little-endian int32."""
 
 N_WAITING_MAX = 10_000
 """Commands that may wait for their turn: our choice, so that a client that never stops fills no memory."""
@@ -30,17 +38,12 @@ N_WAITING_MAX = 10_000
 class Machine(Protocol):
     """What computes the requests, known by keys. Only `compare` waits."""
 
-    @property
-    def n_slots(self) -> int:
-        """Requests that run at once."""
-
-    @property
-    def n_window(self) -> int:
-        """Tokens, prompt and answer, that one slot holds."""
-
-    @property
-    def n_vocab(self) -> int:
-        """Token ids are below."""
+    n_slots: int
+    """Requests that run at once."""
+    n_window: int
+    """Tokens, prompt and answer, that one slot holds."""
+    n_vocab: int
+    """Token ids are below."""
 
     def start(
         self, key: str, tokens: Sequence[int], n_total: int, n_quantum: int | None, slot: int
@@ -56,24 +59,8 @@ class Machine(Protocol):
     def cancel(self, keys: Sequence[str]) -> None:
         """End requests."""
 
-    def compare(self, keys: Sequence[str]) -> Sequence[Row]:
+    def compare(self, keys: Sequence[str]) -> Sequence[RowComparison]:
         """Compute the next rows of paused requests in one step and alone; commit nothing."""
-
-
-class Row(Protocol):
-    """What the model says after a request's last token, in a shared step and alone."""
-
-    @property
-    def id(self) -> str:
-        """The request's key."""
-
-    @property
-    def shared_token(self) -> int:
-        """The likeliest token by the shared step."""
-
-    @property
-    def single_token(self) -> int:
-        """The likeliest token by a step of its own."""
 
 
 class Output(Protocol):
@@ -201,14 +188,13 @@ class Lines:
         if slot is None:
             raise LineError(id, f"all slots are in use: {len(self._slots)}")
         self._check_free(id, slot)
-        try:
-            tokens = self._prompt(line.path)
-        except PromptError as error:
-            raise LineError(id, str(error)) from None
-        self._begin(id, slot, tokens, line.n or 0, line.n_quantum)
+        self._begin(id, slot, self._prompt(id, line.path), line.n or 0, line.n_quantum)
 
-    def _prompt(self, path: str) -> Sequence[int]:
-        return read_prompt(path, self._machine.n_vocab, self._machine.n_window)
+    def _prompt(self, id: int, path: str, what: str = "") -> Sequence[int]:
+        try:
+            return _read_prompt(path, self._machine.n_vocab, self._machine.n_window)
+        except PromptError as error:
+            raise LineError(id, f"{what}{error}") from None
 
     def _begin(
         self, id: int, slot: int, tokens: Sequence[int], n_total: int, quantum: int | None
@@ -243,7 +229,7 @@ class Lines:
 
     def _continue(self, id: int, slot: int | None, n_tokens: int) -> None:
         request = self._slots.find(id)
-        kept = self._slots.kept(id)
+        kept = self._slots.kept.get(id)
         known = request or (kept and kept[0])
         if known is None:
             raise LineError(id, f"request {id} is not active and cannot be continued")
@@ -289,7 +275,7 @@ class Lines:
         """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
         request = self._slots.find(id)
         waiting = [p for p in self._prompts if p.name == GENERATE and (p.id or 0) == id]
-        self._slots.forget(id)
+        self._slots.kept.pop(id, None)
         for prompt in waiting:
             self._prompts.remove(prompt)
             self._out.say("cancelled while it waited", id)
@@ -359,11 +345,8 @@ class Lines:
         before = None if number is None else self._slots.snapshots.get(number)
         if number is not None and before is None:
             raise LineError(id, f"there is no snapshot {number}")
-        try:
-            tokens = self._prompt(line.path)
-        except PromptError as error:
-            what = "no command, and no prompt: " if number is None else ""
-            raise LineError(id, f"{what}{error}") from None
+        what = "no command, and no prompt: " if number is None else ""
+        tokens = self._prompt(id, line.path, what)
         if before is not None and tuple(before) != tuple(tokens[: len(before)]):
             raise LineError(id, f"the prompt does not begin with the tokens of snapshot {number}")
         self._begin(id, slot, tokens, line.n or 0, None)
@@ -442,7 +425,7 @@ class Lines:
             self._refuse(None, words_of(error))
             return
         ids = {request.key: request.id for request in requests}
-        wrong = [row for row in rows if row.shared_token != row.single_token]
+        wrong = [row for row in rows if not row.is_same_token]
         said = " ".join(f"{ids[row.id]}:{row.shared_token}:{row.single_token}" for row in wrong)
         self._out.say(
             f"SCHED_BATCH_PROBE compared={len(rows)} differences={len(wrong)} {said}".rstrip()
@@ -482,7 +465,7 @@ class Lines:
             return
         self._end(request, f"{result.finish_reason}, {request.n_emitted} tokens")
         if result.finish_reason == "length":
-            self._slots.keep(request, result)
+            self._slots.kept[request.id] = request, result
 
     def _end(self, request: SlotRequest, words: str) -> None:
         """Take a request out of its slot; whatever comes of it later finds nobody."""
@@ -490,3 +473,46 @@ class Lines:
         request.n_due = request.n_more = 0
         self._out.say(f"ended: {words}", request.id)
         self._mark(request, END)
+
+
+def _read_prompt(path: str, n_vocab: int, n_most: int) -> tuple[int, ...]:
+    """Return the tokens of a file; at most `n_most`. A pipe or device is refused, for reading one may never end.
+
+    Raises:
+        PromptError: no such file, nothing to read as tokens, or a token outside of the vocabulary.
+    """
+    try:
+        tokens = array("i", _content(path, n_most * _TOKEN_BYTES))
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= n_vocab:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token {wrong} is not in the vocabulary of {n_vocab:,}")
+        return tuple(tokens)
+    except OSError as error:
+        raise PromptError(f"{readable(path)}: {error.strerror}") from error
+    except ValueError as error:
+        raise PromptError(f"{readable(path)}: {error}") from None
+
+
+def _content(path: str, n_most: int) -> bytes:
+    """Return the bytes of a regular file that holds whole tokens. Raises a ValueError for another."""
+    # opening a named pipe would wait for its writer otherwise
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file of token ids")
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            data = opened.read(n_most + 1)
+    finally:
+        os.close(file)
+    if not data:
+        raise ValueError("the file is empty")
+    if len(data) > n_most:
+        n_tokens = max(status.st_size, len(data)) // _TOKEN_BYTES
+        raise ValueError(f"{n_tokens:,} tokens, but at most {n_most // _TOKEN_BYTES:,} fit")
+    if len(data) % _TOKEN_BYTES:
+        raise ValueError(f"{len(data):,} bytes are not whole tokens of {_TOKEN_BYTES} bytes")
+    return data

@@ -174,8 +174,6 @@ def socket_at(path: Path) -> socket.socket:
     Raises:
         ConfigError: another process listens there, or the path cannot be used.
     """
-    if not hasattr(socket, "AF_UNIX"):
-        raise ConfigError(f"{path}: this system has no Unix sockets: use --port")
     opened = socket.socket(socket.AF_UNIX)
     try:
         _bind(opened, path)

@@ -60,8 +60,8 @@ class SlotTable:
         self._epochs = [0] * n_slots
         self._cursor = 0
         """The slot that the next turn is looked for from."""
-        self._kept: dict[int, tuple[SlotRequest, BatchResult]] = {}
-        """By id: requests that ended by their total, and whose slots have had no other since."""
+        self.kept: dict[int, tuple[SlotRequest, BatchResult]] = {}
+        """By id: requests to go on from, which ended by their total and whose slots have had no other since."""
         self._tokens: list[array[int] | None] = [None] * n_slots
         """Of the last request in each slot."""
         self.snapshots: dict[int, array[int]] = {}
@@ -95,9 +95,9 @@ class SlotTable:
         """Give a request its slot."""
         self._owners[request.slot] = request
         self._tokens[request.slot] = request.tokens
-        self._kept = {
+        self.kept = {
             id: found
-            for id, found in self._kept.items()
+            for id, found in self.kept.items()
             if id != request.id and found[0].slot != request.slot
         }
 
@@ -113,18 +113,6 @@ class SlotTable:
             return None
         self.snapshots[number] = tokens[:]
         return len(tokens)
-
-    def keep(self, request: SlotRequest, result: BatchResult) -> None:
-        """Remember a request that has left its slot, to go on from there."""
-        self._kept[request.id] = request, result
-
-    def kept(self, id: int) -> tuple[SlotRequest, BatchResult] | None:
-        """Return a request to go on from, with its result."""
-        return self._kept.get(id)
-
-    def forget(self, id: int) -> None:
-        """Let nobody go on from a request."""
-        self._kept.pop(id, None)
 
     # ---- turns ----
 

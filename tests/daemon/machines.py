@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.daemon.lines import END, MORE, Lines
 from cbatch.errors import EngineClosedError, RequestFailedError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
+from cbatch.runtime.row_comparison import RowComparison
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,15 +34,6 @@ class Run:
     n_turn: int | None = None
     """Tokens until it pauses; None for one that does not."""
     n_said: int = 0
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A row of a comparison."""
-
-    id: str
-    shared_token: int
-    single_token: int
 
 
 class PlainMachine:
@@ -90,11 +82,12 @@ class PlainMachine:
         for key in keys:
             del self.runs[key]
 
-    def compare(self, keys: Sequence[str]) -> Sequence[Compared]:
+    def compare(self, keys: Sequence[str]) -> Sequence[RowComparison]:
         self._check()
         for key in keys:
             assert self.runs[key].n_turn == 0
-        return [Compared(key, 7, self.different.get(key, 7)) for key in keys]
+        n = len(keys)
+        return [RowComparison(k, 0, 0, n, 7, 0.0, self.different.get(k, 7), 0.0) for k in keys]
 
     def _check(self) -> None:
         if self.is_closed:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
-from cbatch.daemon.line_session import serve_lines
+from cbatch.daemon.line_session import LineSession
 from cbatch.daemon.lines import END, MORE
 from cbatch.daemon.streams import StreamWriter, lines_of
 from cbatch.engine import Engine
@@ -103,9 +103,8 @@ def session(
     def serve() -> SessionEnd:
         text = StreamWriter(text_sink, lambda: None)
         try:
-            return serve_lines(
-                runtime, lines_of(source), frame_sink, text, options, is_tagged=is_tagged
-            )
+            made = LineSession(runtime, frame_sink, text, options, is_tagged=is_tagged)
+            return made.serve(lines_of(source))
         finally:
             text.close()
             os.close(frame_sink)
