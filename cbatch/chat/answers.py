@@ -9,7 +9,7 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.chat.channels import ChannelSplitter
 from cbatch.chat.split_text import MarkSplitter, Parts, Written
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from cbatch.chat.formats import AnswerFormat
     from cbatch.chat.text import TextStream
     from cbatch.tools import Tools
+
+Splitter: TypeAlias = ChannelSplitter | MarkSplitter
+"""Splits an answer into `Parts`."""
 
 N_TAIL = 16
 """Tokens at a prompt's end in which a template may open the thinking that the answer continues."""
@@ -83,16 +86,6 @@ class AnswerReader:
                 yield f"the tool {name!r} is called, which is not among those of the request"
         if n_left := len(parts.calls) - len(calls):
             yield f"parallel_tool_calls is False: the first call is kept, {n_left} after it left out"
-
-
-class Splitter(Protocol):
-    """Splits an answer into `Parts`."""
-
-    def advance(self, written: Written, *, is_end: bool) -> None:
-        """Take from `written` what is decided on; all of it at the end."""
-
-    def hand_over(self) -> None:
-        """Give out what was taken and held back."""
 
 
 class AnswerParts:

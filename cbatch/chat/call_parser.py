@@ -127,11 +127,11 @@ class CallSearch:
             self.n_unfinished = 1
 
     def _find(self, text: str, at: int, *, is_end: bool) -> tuple[list[Markup], int]:
-        found, ahead, open_at = list[Markup](), _Ahead(text), -1
+        found, ahead, open_at = list[Markup](), dict[Marks, "re.Match[str] | None"](), -1
         while True:
             if open_at < at:
                 open_at = self._open_at(text, at, is_end=is_end)
-            marks, match = ahead.first(self._marks, at)
+            marks, match = _first_match(self._marks, text, at, ahead)
             if match is None or match.start() >= open_at:
                 if is_end and open_at < len(text):
                     found.append(Markup(open_at, len(text), is_call=False))
@@ -198,39 +198,21 @@ class CallSearch:
         return _end(tail.pattern, text, end)
 
 
-class _Ahead:
-    """The next match of each of several marks in a text: each part of the text is searched once."""
+def _first_match(
+    several: list[Marks], text: str, at: int, ahead: dict[Marks, re.Match[str] | None]
+) -> tuple[Marks | None, re.Match[str] | None]:
+    """Return the first match of marks from `at` on, and whose it is.
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._next: dict[Marks, re.Match[str] | None] = {}
-
-    def first(self, several: list[Marks], at: int) -> tuple[Marks | None, re.Match[str] | None]:
-        """Return the first match from `at` on, and whose it is."""
-        first: tuple[Marks | None, re.Match[str] | None] = None, None
-        for marks in several:
-            match = self._next.get(marks)
-            if marks not in self._next or (match is not None and match.start() < at):
-                match = self._next[marks] = marks.pattern.search(self._text, at)
-            if match is not None and (first[1] is None or match.start() < first[1].start()):
-                first = marks, match
-        return first
-
-
-@dataclass(slots=True)
-class FoundCalls:
-    """The calls in a text, the spans of text that they take, and how many calls could not be parsed."""
-
-    calls: list[ParsedCall]
-    spans: list[tuple[int, int]]
-    n_malformed: int
-
-
-def find_calls(text: str, format: CallFormat | None, tools: Tools) -> FoundCalls:
-    """Return the calls in a text, without a format those in bare JSON; the time grows with the length."""
-    search = CallSearch(format, tools, None)
-    found, _ = search.advance(text, 0, is_end=True)
-    return FoundCalls(search.calls, [(m.start, m.end) for m in found], search.n_malformed)
+    Each part of the text is searched once: `ahead` keeps the next match of each.
+    """
+    first: tuple[Marks | None, re.Match[str] | None] = None, None
+    for marks in several:
+        match = ahead.get(marks)
+        if marks not in ahead or (match is not None and match.start() < at):
+            match = ahead[marks] = marks.pattern.search(text, at)
+        if match is not None and (first[1] is None or match.start() < first[1].start()):
+            first = marks, match
+    return first
 
 
 def _may_go_on(text: str, end: int) -> bool:

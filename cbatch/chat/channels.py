@@ -41,14 +41,14 @@ class ChannelSplitter:
         self._stage: Callable[[Written, bool], bool] = self._begin
 
     def advance(self, written: Written, *, is_end: bool) -> None:
-        """See `Splitter`."""
+        """Take from `written` what is decided on; all of it at the end."""
         while self._stage(written, is_end):
             pass
         if is_end and self._n_thoughts and not self._n_said and not self._parts.calls:
             self._parts.warnings.append(CUT_THINKING)
 
     def hand_over(self) -> None:
-        """See `Splitter`."""
+        """Give out what was taken and held back."""
         self._thought.end(is_stripped=False)
 
     # ---- the stages of an answer; each returns whether the next one begins ----

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.answers import AnswerReader
 from cbatch.chat.formats import AnswerFormat, Thinking, answer_format
-from cbatch.chat.thinking_budget import budget_grammar
-from cbatch.chat.tool_grammar import call_grammar
+from cbatch.chat.tool_grammar import budget_grammar, call_grammar
 from cbatch.errors import UnsupportedOptionError
 from cbatch.tools import Tools, read_choice
 

@@ -179,7 +179,7 @@ class MarkSplitter:
         self._stage: Callable[[Written, bool], bool] = self._begin if self._thinking else self._say
 
     def advance(self, written: Written, *, is_end: bool) -> None:
-        """See `Splitter`."""
+        """Take from `written` what is decided on; all of it at the end."""
         parts, search = self._parts, self._search
         search.is_cut = parts.is_cut
         while self._stage(written, is_end):
@@ -189,7 +189,7 @@ class MarkSplitter:
             self._text.end(is_stripped=bool(parts.calls or parts.n_unfinished))
 
     def hand_over(self) -> None:
-        """See `Splitter`."""
+        """Give out what was taken and held back."""
         self._thought.end(is_stripped=False)
         self._text.end(is_stripped=False)
 

@@ -1,6 +1,6 @@
-"""The grammar of an answer that has to call tools: calls as the chat template teaches the model to write them.
+"""The grammars of answers that have to call tools, as the chat template teaches, or whose thinking is limited.
 
-The grammar is written in llguidance's Lark. A mark that is one token of the vocabulary is named by the token's id, any
+Grammars are written in llguidance's Lark. A mark that is one token of the vocabulary is named by the token's id, any
 other mark is text.
 """
 
@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cbatch.chat.call_parser import ParsedCall, find_calls
+from cbatch.chat.call_parser import CallSearch, ParsedCall
 from cbatch.chat.formats import BARE, AnswerFormat, CallSyntax, Thinking
-from cbatch.chat.thinking_budget import limited, mark_tokens
 from cbatch.errors import UnsupportedOptionError
 from cbatch.options import Grammar
 from cbatch.tools import Tools, arguments_schema
@@ -24,6 +23,11 @@ NamedToken = Callable[[str], "int | None"]
 
 N_CALLS_MAX = 16
 """The most calls of one answer, since a model that repeats itself would never end. Our choice."""
+
+_N_BEFORE = 2
+"""Most tokens before the opening mark: models may begin with line ends. Our choice."""
+
+_ANY = "<[*]>*"
 
 _MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _KEY = re.compile(r"[\w.-]+")
@@ -74,8 +78,10 @@ def call_syntax(format: AnswerFormat, tools: Tools) -> CallSyntax:
 def _is_readable(syntax: CallSyntax, format: AnswerFormat, name: str, tools: Tools) -> bool:
     """Whether a call without arguments is parsed as such: not every format accepts every name."""
     text = syntax.write((name, "" if syntax.argument else "{}"))
-    found = find_calls(text, format.calls, tools)
-    return found.calls == [ParsedCall(name, "{}")] and found.spans == [(0, len(text))]
+    search = CallSearch(format.calls, tools, None)
+    found, _ = search.advance(text, 0, is_end=True)
+    spans = [(markup.start, markup.end) for markup in found]
+    return search.calls == [ParsedCall(name, "{}")] and spans == [(0, len(text))]
 
 
 def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
@@ -206,3 +212,42 @@ def _quoted(text: str) -> str:
 def _escaped(text: str) -> str:
     """Return JSON text in which nothing reads as the id of a token."""
     return text.replace("<[", "\\u003c[")
+
+
+# ---- limits of thinking: any tokens, but so many between the marks at most ----
+
+
+def budget_grammar(
+    marks: tuple[str, str], n_tokens: int, *, thinking: Thinking, named_token: NamedToken
+) -> Grammar:
+    """Return the grammar of any answer whose thinking has at most `n_tokens` tokens between its marks.
+
+    Raises:
+        UnsupportedOptionError: a mark is no token.
+    """
+    begin, _ = tokens = mark_tokens(marks, named_token)
+    thought = limited(tokens, n_tokens)
+    if thinking == "must end":
+        return Grammar("thinking_budget", f"start: {thought} {_ANY}")
+    other = f"<[^{begin}]>"
+    starts = (
+        f"{other}{{0,{_N_BEFORE}}} (<[{begin}]> {thought} {_ANY})?",
+        f"{other}{{{_N_BEFORE + 1}}} {_ANY}",
+    )
+    return Grammar("thinking_budget", f"start: {' | '.join(starts)}")
+
+
+def limited(marks: tuple[int, int], n_tokens: int) -> str:
+    """Return the rest of a thinking with at most `n_tokens` tokens, its closing mark included."""
+    _, end = marks
+    inner = f"<[^{end}]>{{0,{n_tokens}}} " if n_tokens else ""
+    return f"{inner}<[{end}]>"
+
+
+def mark_tokens(marks: tuple[str, str], named_token: NamedToken) -> tuple[int, int]:
+    """Return the tokens of the marks. Raises an `UnsupportedOptionError` where one is no token."""
+    begin, end = map(named_token, marks)
+    if begin is None or end is None:
+        words = f"{' and '.join(marks)}, the marks of thinking in this chat template, are not one token each"
+        raise UnsupportedOptionError("thinking_budget", reason=words)
+    return begin, end

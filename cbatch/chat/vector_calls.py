@@ -52,7 +52,6 @@ _OF_EMBED: dict[str, tuple[Check, tuple[object, ...]]] = {
 class VectorCall(ABC):
     """A request for embeddings or scores."""
 
-    urls: ClassVar[tuple[str, ...]]
     fields: ClassVar[tuple[str, ...]]
     """Names that it reads."""
     ignored: ClassVar[tuple[str, ...]] = ("user", "metadata", "input_type")
@@ -186,7 +185,6 @@ class EmbedCall(VectorCall):
     is_single: bool = False
     model: str | None = None
 
-    urls = ("/v1/embeddings",)
     prompt_field = "input"
     fields = ("input", "model", "encoding_format", "truncate", "truncation_direction", *_OF_EMBED)
 
@@ -271,7 +269,6 @@ class RerankCall(VectorCall):
     model: str | None = None
     reranks: bool = True
 
-    urls = ("/v1/rerank",)
     prompt_field = "documents"
     fields = (
         *("query", "documents", "texts", "model", "top_n", "return_documents", "return_text"),
@@ -334,18 +331,12 @@ class RerankCall(VectorCall):
         return {"object": "list", "model": model, "usage": usage_of(results), "results": listed}
 
     def _of_tei(self, result: Any) -> dict[str, Any]:
-        score = float(result.score)
-        return {"index": result.index, "score": score, **self._text_of("text", result.index)}
+        text = {"text": self.documents[result.index]} if self.has_texts else {}
+        return {"index": result.index, "score": float(result.score), **text}
 
     def _of_jina(self, result: Any) -> dict[str, Any]:
-        score = float(result.score)
-        return {"index": result.index, "relevance_score": score, **self._document(result.index)}
-
-    def _text_of(self, name: str, index: int) -> dict[str, str]:
-        return {name: self.documents[index]} if self.has_texts else {}
-
-    def _document(self, index: int) -> dict[str, Any]:
-        return {"document": self._text_of("text", index)} if self.has_texts else {}
+        text = {"document": {"text": self.documents[result.index]}} if self.has_texts else {}
+        return {"index": result.index, "relevance_score": float(result.score), **text}
 
 
 def _raw(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +357,6 @@ class ScoreCall(VectorCall):
     reranks: bool = True
     """Whether scores are a reranker's; known once an engine was seen."""
 
-    urls = ("/v1/score",)
     prompt_field = "text_2"
     fields = (
         *("text_1", "text_2", "model", "raw_scores", "truncate", "truncation_direction", *_OF_BOTH),
@@ -433,9 +423,8 @@ class ScoreCall(VectorCall):
                 for place, result in zip(places, found, strict=True):
                     scores[place] = float(result.score)
         else:
-            scores = [
-                float(a.embedding @ b.embedding) for a, b in zip(*results, strict=True)
-            ]  # of unit length
+            pairs = zip(*results, strict=True)  # of unit length
+            scores = [float(a.embedding @ b.embedding) for a, b in pairs]
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
         return {"object": "list", "model": model, "data": data, "usage": usage_of(results)}
 
@@ -443,7 +432,9 @@ class ScoreCall(VectorCall):
 # ---- as an item of a run ----
 
 CALLS: Mapping[str, type[VectorCall]] = {
-    url: call for call in (EmbedCall, RerankCall, ScoreCall) for url in call.urls
+    "/v1/embeddings": EmbedCall,
+    "/v1/rerank": RerankCall,
+    "/v1/score": ScoreCall,
 }
 """What reads the bodies of each url."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.call_parser import N_MALFORMED_MAX, find_calls
+from cbatch.chat.call_parser import N_MALFORMED_MAX, CallSearch, ParsedCall
 from cbatch.chat.formats import CALL_FORMATS, CallFormat, answer_format
 from cbatch.tools import Tools, call_id, check_tools
 
@@ -78,6 +79,21 @@ EXAMPLES = {
 
 def form(name: str) -> CallFormat:
     return next(f for f in CALL_FORMATS if f.name == name)
+
+
+@dataclass
+class Found:
+    """The calls in a text, the spans of text that they take, and how many calls could not be parsed."""
+
+    calls: list[ParsedCall]
+    spans: list[tuple[int, int]]
+    n_malformed: int
+
+
+def find_calls(text: str, format: CallFormat | None, tools: Tools) -> Found:
+    search = CallSearch(format, tools, None)
+    found, _ = search.advance(text, 0, is_end=True)
+    return Found(search.calls, [(m.start, m.end) for m in found], search.n_malformed)
 
 
 def found(text: str, name: str | None = "hermes", given: Tools = TOOLS) -> list[tuple[str, Any]]:

@@ -9,8 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.chat.formats import answer_format
-from cbatch.chat.thinking_budget import budget_grammar
-from cbatch.chat.tool_grammar import call_grammar
+from cbatch.chat.tool_grammar import budget_grammar, call_grammar
 from cbatch.errors import UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Grammar, RunOptions

@@ -12,7 +12,7 @@ import pytest
 
 from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sandbox
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
-from cbatch.chat.thinking_budget import budget_grammar
+from cbatch.chat.tool_grammar import budget_grammar
 from cbatch.core.plan import BROKEN_ROW, Binding, GrammarStep, Slot
 from cbatch.core.span import Span
 from cbatch.errors import GrammarError
