@@ -16,12 +16,7 @@ from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError
 from cbatch.files.frames import run_table
 from cbatch.files.input.row_prompts import Asking, RowPrompts
-from cbatch.integrations.ray_cluster import (
-    check_model,
-    cpus_of_nodes,
-    import_ray,
-    settle_actors,
-)
+from cbatch.integrations.ray_cluster import check_model, cpus_of_nodes, import_ray, settle_actors
 from cbatch.loading import load_async
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.support.checks import check_int

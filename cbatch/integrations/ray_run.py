@@ -170,19 +170,19 @@ class _RayJob:
     def n_rows(self) -> int:
         """Return the number of rows of the input, by the ends of its files; ConfigError where one cannot be read."""
         found = 0
-        for file in self._inputs():
+        for files, path, _ in self._inputs():
             try:
-                with file.open() as raw:
+                with files.open_input_file(path) as raw:
                     metadata = import_pyarrow().parquet.read_metadata(raw)
             except (import_pyarrow().ArrowException, OSError) as error:
                 raise ConfigError(
-                    f"{file.path}: cannot be read as Parquet, which --ray needs: {error}"
+                    f"{path}: cannot be read as Parquet, which --ray needs: {error}"
                 ) from error
             found += metadata.num_rows
             names = metadata.schema.to_arrow_schema().names
             if _ROW_HASH in names:
                 raise ConfigError(
-                    f"{file.path}: has a column {_ROW_HASH!r}, which cbatch uses to identify rows: rename it"
+                    f"{path}: has a column {_ROW_HASH!r}, which cbatch uses to identify rows: rename it"
                 )
             self._layout = AnswerColumns(
                 [*names, _ROW_HASH],
@@ -192,7 +192,8 @@ class _RayJob:
             )
         return found
 
-    def _inputs(self) -> Iterator[Any]:
+    def _inputs(self) -> Iterator[tuple[Any, str, int]]:
+        """Yield the file system, path and bytes of each file of the input."""
         from pyarrow import fs
 
         for path in self._paths:
@@ -201,12 +202,12 @@ class _RayJob:
             if info.type == fs.FileType.NotFound:
                 raise ConfigError(f"{path}: there is no such file")
             if info.type != fs.FileType.Directory:
-                yield _Input(files, place, info.size)
+                yield files, place, info.size
                 continue
             for each in files.get_file_info(fs.FileSelector(place, recursive=True)):
                 is_hidden = each.base_name.startswith(("_", "."))
                 if each.type == fs.FileType.File and not is_hidden:
-                    yield _Input(files, each.path, each.size)
+                    yield files, each.path, each.size
 
     def n_committed(self) -> int:
         """Return the number of rows of which Ray has noted that their answers are written."""
@@ -266,7 +267,7 @@ class _RayJob:
             if getattr(self._options, f.name) is not None
         }
         said = {
-            "input": sorted(f"{file.path} {file.n_bytes}" for file in self._inputs()),
+            "input": sorted(f"{path} {n_bytes}" for _, path, n_bytes in self._inputs()),
             "model": self._spec.model or "the model that ships inside",
             "options": given,
             "rows": {name: repr(value) for name, value in self._rows.items()},
@@ -349,16 +350,6 @@ class _RayJob:
             errors={"rows": found.n_failed} if found.n_failed else {},
             first_error=found.first_error,
         )
-
-
-@dataclass(frozen=True)
-class _Input:
-    files: Any
-    path: str
-    n_bytes: int
-
-    def open(self) -> Any:
-        return self.files.open_input_file(self.path)
 
 
 def _connect(address: str) -> None:
