@@ -187,7 +187,7 @@ def serve(
     from cbatch.server.batch_store import default_folder
     from cbatch.server.ending import Ending
     from cbatch.server.front import Front, Renewal, on_hangup
-    from cbatch.server.serving import Tls, limits_for
+    from cbatch.server.serving import limits_for, tls_of
     from cbatch.server.serving import serve as serve_app
 
     _show_requests(ctx, log_format)
@@ -197,7 +197,7 @@ def serve(
     is_guarded = _is_guarded(settings["api_keys"], no_auth=no_auth)
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     load = partial(cbatch.load, options=options, replicas=n_replicas, **engine_settings)
-    tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
+    tls, limits = tls_of(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     ending = Ending(grace_s)
     ctx.obj.on_exit = ending.leave_threads
     with (
@@ -214,7 +214,7 @@ def serve(
         renewal = Renewal(partial(local_model, given["model"]), load, again)
         front = Front(app, renewal, grace_s)
         stack.enter_context(on_hangup(front.ask))
-        where = str(uds) if uds else _url(host, address, is_secure=bool(tls.certificate))
+        where = str(uds) if uds else _url(host, address, is_secure=tls is not None)
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
             front,

@@ -170,13 +170,9 @@ def read_messages(
     ]
     if said.thinking is not None:
         ignored += [f"thinking.{name}" for name in unknown_in(body["thinking"], said.thinking)]
+    options, variables = _options(said), _variables(said)
     asked = asked_of(
-        body,
-        DIALECT,
-        _options(said),
-        variables=_variables(said),
-        ignored=[*dict.fromkeys(ignored)],
-        is_strict=is_strict,
+        body, DIALECT, options, variables=variables, ignored=ignored, is_strict=is_strict
     )
     return asked, _chat(said)
 
@@ -241,9 +237,7 @@ def _chat(said: MessagesBody) -> BatchPrompt:
         return BatchPrompt(messages=joined(chat))
 
 
-def _messages_of(
-    message: _System | _User | _Assistant,
-) -> list[dict[str, Any]]:
+def _messages_of(message: _System | _User | _Assistant) -> list[dict[str, Any]]:
     """Return what a message is in OpenAI's form: what tools have answered is one for each."""
     blocks = _blocks(message.content)
     if isinstance(message, _Assistant):

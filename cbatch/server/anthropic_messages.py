@@ -11,27 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.server.anthropic_fields import read_messages
 from cbatch.server.call import Call
-from cbatch.server.exchange import Exchange, dumps
+from cbatch.server.exchange import dumps
 from cbatch.server.request_fields import check_continued
-from cbatch.server.small_endpoints import body_of, tell_n_tokens
-from cbatch.server.sse import named_frame
-from cbatch.server.stream_encoders import BlockStream
+from cbatch.server.sse import BlockStream, named_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.response import BatchResult, ToolCall
-    from cbatch.server.desk import Desk
     from cbatch.server.http_errors import HttpProblemError
     from cbatch.support.model_facts import ModelFacts
 
 _DELTA = "content_block_delta"
 
-_STOPS = {
-    "stop": "end_turn",
-    "tool_calls": "tool_use",
-    "window": "model_context_window_exceeded",
-}
+_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "window": "model_context_window_exceeded"}
 """Finish reasons, and Anthropic's; the others are `max_tokens`."""
 
 
@@ -228,10 +221,3 @@ def _tokens(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
         "cache_read_input_tokens": n_cached,
         "output_tokens": n_output,
     }
-
-
-async def count_tokens(desk: Desk, exchange: Exchange) -> None:
-    """Count the tokens of a prompt, tools included."""
-    body, is_strict = await body_of(desk, exchange), desk.settings.strict_fields
-    call = await exchange.aside(MessagesCall.of, body, is_strict=is_strict, is_capped=False)
-    await tell_n_tokens(desk, exchange, call)

@@ -19,9 +19,9 @@ from cbatch.errors import CBatchError, NoThreadError
 from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
-from cbatch.server.anthropic_messages import MessagesCall, count_tokens
+from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.call import Answering, Call
-from cbatch.server.desk import Desk
+from cbatch.server.desk import Desk, keep_asking
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
 from cbatch.server.http_errors import HttpProblemError, problem_of, told
@@ -29,7 +29,7 @@ from cbatch.server.infill import InfillCall
 from cbatch.server.llama_completions import LlamaCall
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
-from cbatch.server.responses_api import ResponsesCall, count_input
+from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.telemetry import find_tracer
 from cbatch.server.vector_endpoints import answer_vectors
@@ -78,7 +78,7 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
 async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
     """Watch the engine while the application runs; at its end, leave batches to the next server."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(desk.keep_asking)
+        tasks.start_soon(keep_asking, lambda: desk)
         try:
             yield
         finally:
@@ -108,16 +108,19 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
     await Answering(desk, exchange, call).run()
 
 
+_UNCAPPED = partial(MessagesCall.of, is_capped=False)
+_OF_INPUT = {"object": "response.input_tokens"}
+
 _HANDLES: list[tuple[str, str, Handle]] = [
     ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
-    ("POST", "/chat/completions/input_tokens", small.count_chat),
+    ("POST", "/chat/completions/input_tokens", partial(small.count_tokens, ChatCall.of, _OF_INPUT)),
     ("POST", "/completions", partial(_answer, CompletionCall.of)),
     ("POST", "/completion", partial(_answer, LlamaCall.of)),
     ("POST", "/infill", partial(_answer, InfillCall.of)),
     ("POST", "/responses", partial(_answer, ResponsesCall.of)),
-    ("POST", "/responses/input_tokens", count_input),
+    ("POST", "/responses/input_tokens", partial(small.count_tokens, ResponsesCall.of, _OF_INPUT)),
     ("POST", "/messages", partial(_answer, MessagesCall.of)),
-    ("POST", "/messages/count_tokens", count_tokens),
+    ("POST", "/messages/count_tokens", partial(small.count_tokens, _UNCAPPED, {})),
     ("POST", "/embeddings", partial(answer_vectors, EmbedCall)),
     ("POST", "/rerank", partial(answer_vectors, RerankCall)),
     ("POST", "/reranking", partial(answer_vectors, RerankCall)),
@@ -169,15 +172,13 @@ class Endpoint:
         except ClientGoneError as error:
             exchange.record.status = CLIENT_GONE
             drop_frames(error)
-        except (HttpProblemError, CBatchError) as error:
-            if exchange.status is not None:
+        except (HttpProblemError, CBatchError, RuntimeError) as error:
+            lacks_threads = is_lack_of_threads(error)
+            is_known = lacks_threads or isinstance(error, HttpProblemError | CBatchError)
+            if exchange.status is not None or not is_known:
                 raise
-            await exchange.respond_problem(problem_of(error))
+            await exchange.respond_problem(problem_of(NoThreadError() if lacks_threads else error))
             drop_frames(error)
-        except RuntimeError as error:
-            if exchange.status is not None or not is_lack_of_threads(error):
-                raise
-            await exchange.respond_problem(problem_of(NoThreadError()))
 
 
 # ---- around all endpoints ----
@@ -209,14 +210,15 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     }
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = messages.get(status, str(getattr(error, "detail", error)))
-    problem = HttpProblemError(status, message, codes.get(status))
-    headers = dict(getattr(error, "headers", None) or {})
-    status, body = told(problem, request.scope)
-    return Response(dumps(body), status, headers, media_type=JSON)
+    headers = getattr(error, "headers", None) or {}
+    return _response(request, HttpProblemError(status, message, codes.get(status), headers=headers))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Answer where an endpoint has failed; the error itself goes to the log of the server above."""
-    problem = problem_of(error)
+    return _response(request, problem_of(error))
+
+
+def _response(request: Request, problem: HttpProblemError) -> Response:
     status, body = told(problem, request.scope)
     return Response(dumps(body), status, dict(problem.headers), media_type=JSON)

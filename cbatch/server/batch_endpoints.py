@@ -89,7 +89,7 @@ async def create_file(desk: Desk, exchange: Exchange) -> None:
     limit = settings.file_limit
     of_form = limit._replace(n_bytes=limit.n_bytes + _N_FORM)
     with disk_problems(), store.arriving() as arriving:
-        upload = Upload(exchange.headers.get(b"content-type", b""), arriving)
+        upload = Upload(exchange.headers.get(b"content-type", b""), arriving.write)
         async with aclosing(exchange.parts(of_form, settings.body_timeout_s)) as parts:
             async for part in parts:
                 await desk.in_thread(upload.feed, part)
@@ -132,7 +132,8 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
         is_newest_first=order != "asc",
         purpose=purpose,
     )
-    await exchange.respond_json(_listed([file.as_json() for file in found], has_more=has_more))
+    told = [file.as_json() for file in found]
+    await exchange.respond_json({"object": "list", **listed(told, has_more=has_more)})
 
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
@@ -167,22 +168,17 @@ async def file_content(desk: Desk, exchange: Exchange) -> None:
 # ---- batches ----
 
 
+_Key = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[str, Meta(max_length=512)]
+
+
 class BatchBody(Struct):
     """What a batch is asked to be."""
 
     input_file_id: str
     endpoint: Any = None
     completion_window: Any = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Meta(max_length=64)],
-                Annotated[str, Meta(max_length=512)],
-            ],
-            Meta(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] | None = None
     output_expires_after: Expiry | None = None
 
 
@@ -213,8 +209,9 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     with disk_problems():
         batch = await desk.in_thread(
             batches.create,
-            file,
+            batches.store.path_of(file),
             window_s,
+            input_file_id=file.id,
             endpoint=endpoint,
             completion_window=said.completion_window,
             metadata=said.metadata,
@@ -253,7 +250,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
         batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
     )
     told = [batch.as_json() for batch in found]
-    await exchange.respond_json(_listed(told, has_more=has_more))
+    await exchange.respond_json({"object": "list", **listed(told, has_more=has_more)})
 
 
 async def tell_batch(
@@ -301,7 +298,8 @@ class Query:
         return said
 
 
-def _listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+def listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a page of a list, and what tells of the others."""
     ids = [each["id"] for each in data]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return {"object": "list", "data": data, **ends, "has_more": has_more}
+    return {"data": data, **ends, "has_more": has_more}

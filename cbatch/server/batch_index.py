@@ -79,8 +79,7 @@ _Time = Annotated[int, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, at most to the end of the year 9999: the latest time that an answer can have."""
 _Count = Annotated[int, Meta(ge=0)]
 _Status = Annotated[
-    str,
-    Meta(pattern=rf"^(validating|in_progress|finalizing|cancelling|{'|'.join(ENDED)})\Z"),
+    str, Meta(pattern=rf"^(validating|in_progress|finalizing|cancelling|{'|'.join(ENDED)})\Z")
 ]
 _Ending = Annotated[str, Meta(pattern=rf"^({'|'.join(ENDED)})?\Z")]
 _FileId = Annotated[str, Meta(pattern=rf"^{FILE_ID}\Z")]
@@ -99,17 +98,9 @@ class StoredFile(Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the file object."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.name,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
+        said = msgspec.structs.asdict(self)
+        about = {"object": "file", "status": "processed", "status_details": None}
+        return {"filename": said.pop("name"), **said, **about}
 
 
 class StoredBatch(Struct, forbid_unknown_fields=True):

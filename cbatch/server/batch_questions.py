@@ -15,13 +15,20 @@ from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.batch_index import MESSAGES, StoredBatch
 from cbatch.server.call import Call, fingerprint_of
 from cbatch.server.exchange import dumps
-from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    absent,
+    bad_request,
+    problem_of,
+    refused,
+    told,
+)
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.request_fields import with_param
 from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.vector_endpoints import call_of as vector_call_of
-from cbatch.server.vector_endpoints import check_can, problem_at
+from cbatch.server.vector_endpoints import problem_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,12 +58,7 @@ class LineQuestion:
     def __init__(self, call: Call, model: str, endpoint: str) -> None:
         (prompt,) = call.prompts
         self._call, self._model, self._endpoint = call, model, endpoint
-        self._prompt = replace(prompt, options=call.asked.options)
-
-    @property
-    def prompt(self) -> BatchPrompt:
-        """The prompt, with its options."""
-        return self._prompt
+        self.prompt = replace(prompt, options=call.asked.options)
 
     def reply(self, result: BatchResult) -> ServedReply:
         """Return the answer that the endpoint would give."""
@@ -90,7 +92,8 @@ def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engi
         try:
             _check_numbers(body)
             call, _ = vector_call_of(kind, body, settings)
-            check_can(call, engine)
+            if why := call.lack(engine):
+                raise absent(why)
             return VectorQuestion(call, call.model or model, batch.endpoint)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error), batch.endpoint)

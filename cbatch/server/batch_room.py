@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import CBatchError
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.05
 """Seconds until an item is paused or resumed that the engine did not know yet: it is just being queued."""
-
-
-@dataclass(eq=False, slots=True)
-class _RunningItem:
-    """An item in the engine."""
-
-    n_sequences: int
-    is_paused: bool = False
 
 
 class BatchRoom:
@@ -42,8 +33,9 @@ class BatchRoom:
         self._n_slots = 0
         self._waiting: dict[str, int] = {}
         """Sequences of each item in `enter`, the first that came first."""
-        self._items: dict[str, _RunningItem] = {}
-        """Items in the engine, the oldest first."""
+        self._items: dict[str, int] = {}
+        """Sequences of each item in the engine, the oldest first."""
+        self._paused: set[str] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -76,12 +68,13 @@ class BatchRoom:
                 return False
             if self._thread is None and not self._is_closed:
                 self._thread = started(self._keep, "cbatch-batch-room")
-            self._items[id] = _RunningItem(n_sequences)
+            self._items[id] = n_sequences
             return True
 
     def leave(self, id: str) -> None:
         """Note that an item has ended."""
         with self._changed:
+            self._paused.discard(id)
             if self._items.pop(id, None) is not None:
                 self._changed.notify_all()
 
@@ -106,7 +99,7 @@ class BatchRoom:
         """Whether an item that waits is the next to go, and may run at once."""
         for other, n_sequences in self._waiting.items():
             if other == id:
-                n_before = sum(self._items[running].n_sequences for running in self._to_run())
+                n_before = sum(self._items[running] for running in self._to_run())
                 return self._fits(n_sequences, n_before)
             if self._fits(n_sequences, 0):
                 return False
@@ -116,19 +109,17 @@ class BatchRoom:
         """Return the items that are not to be paused, the oldest first."""
         found: list[str] = []
         n_before = 0
-        for id, item in self._items.items():
-            if self._fits(item.n_sequences, n_before):
+        for id, n_sequences in self._items.items():
+            if self._fits(n_sequences, n_before):
                 found.append(id)
-                n_before += item.n_sequences
+                n_before += n_sequences
         return found
 
     def _next(self) -> tuple[str, bool] | None:
         """Return an item that is to be paused (True) or resumed (False)."""
         to_run = {*self._to_run()}
         wanted = ((id, id not in to_run) for id in self._items)
-        return next(
-            (pair for pair in wanted if self._items[pair[0]].is_paused is not pair[1]), None
-        )
+        return next((pair for pair in wanted if (pair[0] in self._paused) is not pair[1]), None)
 
     def _keep(self) -> None:
         """Pause and resume, until closed or the engine ends."""
@@ -145,7 +136,8 @@ class BatchRoom:
                 return
             with self._changed:
                 if is_done and id in self._items:
-                    self._items[id].is_paused = is_paused
+                    note = self._paused.add if is_paused else self._paused.discard
+                    note(id)
                 elif not is_done:
                     self._changed.wait(_AGAIN_S)
 

@@ -27,7 +27,6 @@ from cbatch.errors import ConfigError, words_of
 from cbatch.server.batch_index import (
     BATCH,
     BATCH_OUTPUT,
-    MESSAGES,
     Kind,
     StoredBatch,
     StoredFile,
@@ -48,6 +47,9 @@ _BATCH = "id, is_ended, fields"
 
 _IS_SEEN = "(? IS NULL OR owner = ?)"
 """Condition for the rows that a viewer sees: the viewer's own, or all for None. Takes the viewer twice."""
+
+_OBJECTS = {"files": "File", "batches": "Batch"}
+"""What a row of each table is called."""
 
 _ANSWER = b'{"id": "batch_req_'
 """Prefixes of the names of files of answers."""
@@ -103,15 +105,10 @@ class BatchStore:
                 self._folder.watch(self._folder.index)
                 self._tidy()
                 opened.pop_all()
-        except sqlite3.OperationalError as error:
-            why = (
-                "another server uses it"
-                if "locked" in str(error)
-                else f"cannot be used: {words_of(error)}"
-            )
-            raise ConfigError(f"files_dir={folder}: {why}") from error
         except (OSError, sqlite3.DatabaseError) as error:
-            raise ConfigError(f"files_dir={folder}: cannot be used: {words_of(error)}") from error
+            is_locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+            why = "another server uses it" if is_locked else f"cannot be used: {words_of(error)}"
+            raise ConfigError(f"files_dir={folder}: {why}") from error
 
     def close(self, problem: HttpProblemError | None = None) -> None:
         """Let other servers in; calls that still come get `problem`. Twice is harmless."""
@@ -181,9 +178,8 @@ class BatchStore:
 
     def file(self, id: str, viewer: str | None) -> StoredFile:
         """Return a file. Raises a `HttpProblemError` if the viewer has no file with this id."""
-        query = f"SELECT {_FILE} FROM shown_files WHERE id = ? AND {_IS_SEEN}"
-        row = self._row(query, id, viewer, viewer)
-        if row is None or self._has_expired(found := StoredFile(*row)):
+        found = StoredFile(*self._seen("files", _FILE, id, viewer))
+        if found.expires_at is not None and found.expires_at <= self._clock():
             raise not_there("File", id)
         return found
 
@@ -197,7 +193,7 @@ class BatchStore:
         purpose: str | None,
     ) -> tuple[list[StoredFile], bool]:
         """Return a viewer's files that follow the file `after`, and whether there are more."""
-        place = self._place("files", "File", after, viewer)
+        place = self._place("files", after, viewer)
         order, compare = ("DESC", "<") if is_newest_first else ("ASC", ">")
         now = int(self._clock())
         rows = self._rows(
@@ -273,9 +269,6 @@ class BatchStore:
             sync_folder(self._folder.content)
         self._drop("files", file.id)
 
-    def _has_expired(self, file: StoredFile) -> bool:
-        return file.expires_at is not None and file.expires_at <= self._clock()
-
     def _sweep(self) -> None:
         """Remove files that have expired."""
         query = f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ?"
@@ -284,32 +277,16 @@ class BatchStore:
 
     # ---- batches ----
 
-    def new_batch(self, file: StoredFile, window_s: int, **fields: Any) -> StoredBatch:
-        """Make a batch over a file, whose content stays for it though the file be deleted; `enter` follows."""
-        return self._made("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
-
-    def new_message_batch(
-        self, requests: Path, n_total: int, window: str, window_s: int, owner: str
+    def new_batch(
+        self, requests: Path, window_s: int, kind: Kind = "batch", **fields: Any
     ) -> StoredBatch:
-        """Make a batch of messages whose requests were checked; their file may be removed then; `enter` follows."""
-        return self._made(
-            "msgbatch",
-            requests,
-            window_s,
-            input_file_id="",
-            endpoint=MESSAGES,
-            completion_window=window,
-            status="in_progress",
-            in_progress_at=int(self._clock()),
-            n_total=n_total,
-            kept_owner=owner,
-        )
-
-    def _made(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> StoredBatch:
+        """Make a batch of the lines of a file, which stay for it though the file be removed; `enter` follows."""
         self._folder.check()
         now = int(self._clock())
         id = _new_id(kind, "_")
-        batch = StoredBatch(id=id, created_at=now, expires_at=now + window_s, **fields)
+        begun = now if fields.get("status") == "in_progress" else None
+        fields |= {"created_at": now, "expires_at": now + window_s, "in_progress_at": begun}
+        batch = StoredBatch(id=id, **fields)
         folder = self.folder_of(batch)
         folder.mkdir(0o700)
         try:
@@ -350,9 +327,8 @@ class BatchStore:
 
     def batch(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
-        query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
-        row = self._row(query, id, viewer, viewer)
-        if row is None or not id.startswith(f"{kind}_"):
+        row = self._seen("batches", _BATCH, id, viewer)
+        if not id.startswith(f"{kind}_"):
             raise not_there("Batch", id)
         return batch_of(row)
 
@@ -361,7 +337,7 @@ class BatchStore:
     ) -> tuple[list[StoredBatch], bool]:
         """Return a page of the viewer's own batches, and whether there are more."""
         ends = page.after, page.before
-        older, newer = (self._place("batches", "Batch", id, viewer) for id in ends)
+        older, newer = (self._place("batches", id, viewer) for id in ends)
         order = "DESC" if newer is None else "ASC"
         rows = self._rows(
             f"SELECT {_BATCH} FROM shown_batches WHERE (? IS NULL OR place < ?) "
@@ -434,15 +410,17 @@ class BatchStore:
                 )
                 self._db.execute(query, (id,))
 
-    def _place(self, table: str, what: str, id: str | None, viewer: str) -> int | None:
+    def _place(self, table: str, id: str | None, viewer: str) -> int | None:
         """Return the place of the row with an id; None for None. Raises if the viewer has no such row."""
-        if id is None:
-            return None
-        query = f"SELECT place FROM shown_{table} WHERE id = ? AND {_IS_SEEN}"
+        return None if id is None else int(self._seen(table, "place", id, viewer)[0])
+
+    def _seen(self, table: str, columns: str, id: str, viewer: str | None) -> tuple[Any, ...]:
+        """Return the row with an id. Raises a `HttpProblemError` if the viewer has no such row."""
+        query = f"SELECT {columns} FROM shown_{table} WHERE id = ? AND {_IS_SEEN}"
         row = self._row(query, id, viewer, viewer)
         if row is None:
-            raise not_there(what, id)
-        return int(row[0])
+            raise not_there(_OBJECTS[table], id)
+        return row
 
 
 class Arriving:

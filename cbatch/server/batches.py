@@ -26,11 +26,10 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.files.served_batch import CHANGED, BatchPlaces, ServedBatch, check_requests
-from cbatch.server.batch_index import Kind, StoredBatch, StoredFile, storable_now
+from cbatch.server.batch_index import Kind, StoredBatch, storable_now
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import BatchRoom, ItemGate
 from cbatch.server.batch_store import BatchStore, Page, new_file_id
-from cbatch.server.batch_turns import READING, RUNNING, BatchLane, BatchTurns
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 from cbatch.support.logs import Log
@@ -87,6 +86,61 @@ _NEVER_RAN = {
     "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
 }
 """Code and message of lines without an answer, by the batch's last status. Source: OpenAI's batch guide."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BatchLane:
+    """Work of one kind.
+
+    Args:
+        n_shared: most batches at once, as long as an owner has more than one of them.
+        n_max: most batches at once, of different owners.
+    """
+
+    n_shared: int
+    n_max: int
+
+
+READING = BatchLane(1, 2)
+"""Reading whole files, which keeps a core busy for seconds: our choice."""
+
+RUNNING = BatchLane(4, 32)
+"""Running lines, maybe for days: our choice; a small batch need not wait for a large one before it."""
+
+
+class BatchTurns:
+    """The batches at work: owners take turns, so that no owner's batches keep those of others waiting.
+
+    For one thread at a time; never waits.
+    """
+
+    def __init__(self) -> None:
+        self._n = Counter[BatchLane]()
+        self._n_of = Counter[tuple[BatchLane, str]]()
+        self._last: dict[tuple[BatchLane, str], int] = {}
+        """The number of each owner's last turn: 1, 2, …"""
+        self._n_turns = 0
+
+    def may_begin(self, lane: BatchLane, owner: str) -> bool:
+        """Whether there is room for one more batch of an owner."""
+        n_most = lane.n_shared if self._n_of[lane, owner] else lane.n_max
+        return self._n[lane] < n_most
+
+    def rank(self, lane: BatchLane, owner: str) -> tuple[int, int]:
+        """Return a value that is lower for owners who come first: few batches at work, the last turn long ago."""
+        return self._n_of[lane, owner], self._last.get((lane, owner), 0)
+
+    def begin(self, lane: BatchLane, owner: str) -> None:
+        """Note that an owner's batch is at work."""
+        self._n[lane] += 1
+        self._n_of[lane, owner] += 1
+        self._n_turns += 1
+        self._last[lane, owner] = self._n_turns
+
+    def end(self, lane: BatchLane, owner: str) -> None:
+        """Note that an owner's batch is at work no more."""
+        self._n[lane] -= 1
+        self._n_of[lane, owner] -= 1
 
 
 @dataclass(eq=False, slots=True)
@@ -157,25 +211,16 @@ class Batches:
 
     # ---- what clients ask ----
 
-    def create(self, file: StoredFile, window_s: int, **fields: Any) -> StoredBatch:
-        """Begin a batch over a file.
+    def create(
+        self, requests: Path, window_s: int, kind: Kind = "batch", **fields: Any
+    ) -> StoredBatch:
+        """Begin a batch of the lines of a file; `fields` are those of `StoredBatch`.
 
         Raises:
             HttpProblemError: too many have not ended, the disk is full, the system has no more threads, or the server
                 is being stopped.
         """
         owner = fields.get("kept_owner", "")
-        return self._created(owner, lambda: self.store.new_batch(file, window_s, **fields))
-
-    def create_of_messages(
-        self, requests: Path, n: int, window: str, window_s: int, owner: str
-    ) -> StoredBatch:
-        """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
-        return self._created(
-            owner, lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
-        )
-
-    def _created(self, owner: str, made: Callable[[], StoredBatch]) -> StoredBatch:
         with self._changed:
             if self.is_closed:
                 raise replace(self._closed)
@@ -183,7 +228,8 @@ class Batches:
             self._start_keeper()
             self._entering[owner] += 1
         try:
-            batch = made()  # others need not wait for the disk
+            # others need not wait for the disk
+            batch = self.store.new_batch(requests, window_s, kind, **fields)
             with self._changed:
                 self.store.enter(batch)
                 self._jobs[batch.id] = _BatchJob(batch)
@@ -476,11 +522,9 @@ class Batches:
         batch = job.batch
         with self._changed:
             if batch.status == "in_progress":
-                batch.kept_ending = "completed" if self._is_whole(batch) else "expired"
+                is_whole = batch.n_completed + batch.n_failed >= batch.n_total
+                batch.kept_ending = "completed" if is_whole else "expired"
                 self._move(job, "finalizing", "finalizing_at")
-
-    def _is_whole(self, batch: StoredBatch) -> bool:
-        return batch.n_completed + batch.n_failed >= batch.n_total
 
     def _is_our_engine(self, job: _BatchJob) -> bool:
         """Whether the engine is the one that gave the answers so far; else the batch rests until its time is over."""

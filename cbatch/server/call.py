@@ -8,6 +8,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
@@ -15,13 +16,14 @@ import anyio
 import cbatch
 from cbatch.engine import Engine, checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError, NoThreadError
+from cbatch.messages import BatchPrompt
 from cbatch.options import NO_OPTIONS, RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_size import check_prompts
 from cbatch.server.request_fields import RequestFields, field_errors, ignored_header, with_param
-from cbatch.server.sse import COMMENT, EventStream
+from cbatch.server.sse import COMMENT, EventStream, StreamEncoder
 from cbatch.server.telemetry import add_answers
 from cbatch.support.checks import MAX_KEY_LENGTH, shown
 from cbatch.support.logs import Log
@@ -30,19 +32,25 @@ from cbatch.support.thread_start import is_lack_of_threads
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.messages import BatchPrompt
+    from anyio.abc import TaskGroup
+
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.desk import Desk, Visit
     from cbatch.server.server_settings import ServerSettings
-    from cbatch.server.stream_encoders import StreamEncoder
     from cbatch.support.model_facts import ModelFacts
 
 _log = Log("cbatch.server")
 
 _OF_CELLS = ("cache_key", "save_cache", "cache_required")
 """Options that use cells on disk."""
+
+EMPTY = BatchPrompt(tokens=[0])
+"""Stands for an empty prompt until the model is known.
+
+Source: OpenAI's API reference, completions: without a prompt, the model generates as from the beginning of a document.
+"""
 
 
 def fingerprint_of(engine: Engine) -> str:
@@ -90,10 +98,21 @@ class Call(ABC):
         self.asked.options = replace(options, cache_key=space + key)
 
     def see_facts(self, facts: ModelFacts) -> None:
-        """See what the model is, before anything runs: an adapter that is named as the model is taken."""
+        """See what the model is, before anything runs: an adapter that is named as the model is taken.
+
+        Raises:
+            HttpProblemError: the model cannot answer such a call; an empty prompt needs the BOS token, say.
+        """
         asked = self.asked
         if asked.common.model in facts.adapters and asked.options.adapter is None:
             asked.options = replace(asked.options, adapter=asked.common.model)
+        if not any(prompt is EMPTY for prompt in self.prompts):
+            return
+        if facts.bos_id < 0:
+            words = "the prompt is empty, which needs a BOS token, and this model has none: send a text or tokens"
+            raise bad_request(words, self.prompt_field)
+        first = BatchPrompt(tokens=[facts.bos_id])
+        self.prompts = [first if prompt is EMPTY else prompt for prompt in self.prompts]
 
     def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
         """Find the tokens of texts that have a bias, which are added to those of tokens. May wait for the engine.
@@ -146,22 +165,16 @@ class Call(ABC):
     def check_size(self, n_most: int) -> None:
         """Raise a `HttpProblemError` where it has more than `n_most` sequences."""
         if self.n_sequences > n_most:
-            what = (
-                "texts are to be scored"
-                if self.asked.options.choice_probs
-                else "answers are asked for"
-            )
+            scores = self.asked.options.choice_probs
+            what = "texts are to be scored" if scores else "answers are asked for"
             words = f"{self.n_sequences} {what}; at most {n_most} are allowed"
             raise bad_request(words, self.prompt_field)
 
     @property
     def tells_progress(self) -> bool:
         """Whether a stream tells how far its prompt is, of which there is one."""
-        return (
-            self.asked.common.return_progress
-            and self.asked.common.stream
-            and len(self.prompts) == 1
-        )
+        common = self.asked.common
+        return common.return_progress and common.stream and len(self.prompts) == 1
 
     @property
     def is_counted(self) -> bool:
@@ -185,6 +198,7 @@ class Answering:
         self._model = call.asked.common.model or desk.model_name
         self._encoder: StreamEncoder | None = None
         """What encodes the stream, once the engine has the prompts."""
+        self._stream: EventStream | None = None
         self._headers: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -203,7 +217,7 @@ class Answering:
             )
         call.see_facts(sizes.facts)
         if call.asks_vocabulary:
-            await desk.ask_of_body(self._exchange, call.see_vocabulary, desk.engine, sizes.facts)
+            await desk.ask(self._exchange, call.see_vocabulary, desk.engine, sizes.facts)
         if call.asked.common.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
@@ -224,36 +238,25 @@ class Answering:
     async def _answer(self, visit: Visit, n_slots: int) -> None:
         """Answer while the client waits; whoever ends the visit says why."""
         problem: Exception | None = None
-        stream: EventStream | None = None
-        has_left = is_done = False
-
-        async def watch() -> None:
-            nonlocal has_left
-            await self._exchange.wait_until_left()
-            has_left = True
-            visit.scope.cancel()
-
-        with visit.scope:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(watch)
-                if self._call.asked.common.stream:
-                    stream = self._opened(tasks)
-                try:
-                    response = await self._queue(visit, n_slots)
-                    if stream is None:
-                        await self._send(response)
-                    else:
-                        await self._stream(tasks, stream, response)
-                    is_done = True
-                except Exception as error:  # not in a group of exceptions
-                    problem = error
-                tasks.cancel_scope.cancel()
-        if is_done:
-            return
-        if has_left:
-            raise ClientGoneError
+        try:
+            with visit.scope:
+                await self._exchange.while_client_stays(partial(self._work, visit, n_slots))
+                return
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            problem = error
         if problem := problem or visit.problem:
-            await self._tell(problem, stream)
+            await self._tell(problem, self._stream)
+
+    async def _work(self, visit: Visit, n_slots: int, tasks: TaskGroup) -> None:
+        if self._call.asked.common.stream:
+            self._stream = self._opened(tasks)
+        response = await self._queue(visit, n_slots)
+        if self._stream is None:
+            await self._send(response)
+        else:
+            await self._send_events(tasks, self._stream, response)
 
     async def _tell(self, error: Exception, stream: EventStream | None) -> None:
         """Raise what a client is told of an error, or send it where a stream has begun and stands between events."""
@@ -282,9 +285,7 @@ class Answering:
         response = None if is_counted or counts_queue else self._run_soon()
         if response is None:
             if is_counted or has_queue:
-                call.n_prompt_tokens = await desk.in_thread_for(
-                    self._exchange, self._checked_tokens
-                )
+                call.n_prompt_tokens = await desk.ask(self._exchange, self._checked_tokens)
                 desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
             response = await desk.in_thread(self._run)
         visit.response = response
@@ -326,7 +327,7 @@ class Answering:
         settled = run_options_of(engine, self._call.asked.options)
         return sum(checked_tokens(engine, prompt, settled) for prompt in self._call.prompts)
 
-    def _opened(self, tasks: anyio.abc.TaskGroup) -> EventStream:
+    def _opened(self, tasks: TaskGroup) -> EventStream:
         """Return a stream whose silences are filled from now on, also while prompts are counted."""
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
@@ -338,8 +339,8 @@ class Answering:
     def _idle(self) -> bytes:
         return COMMENT if self._encoder is None else self._encoder.idle()
 
-    async def _stream(
-        self, tasks: anyio.abc.TaskGroup, stream: EventStream, response: BatchResponse
+    async def _send_events(
+        self, tasks: TaskGroup, stream: EventStream, response: BatchResponse
     ) -> None:
         events = Events(response, self._call.n_choices)
         progress = anyio.CancelScope()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from cbatch.server.chunks import Chunks
 from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 from cbatch.support.logs import Log
@@ -47,6 +46,8 @@ _N_AHEAD = 2**16
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
+
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]+")
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
@@ -89,6 +90,42 @@ class _Flow(FlowControl):
         """Read on, if there is room for it."""
         if len(self._ahead) < _N_AHEAD:
             super().resume_reading()
+
+
+class Chunks:
+    """Follows a body in chunks, which a parser reads and checks, to its end. Source: RFC 9112, 7.1."""
+
+    def __init__(self) -> None:
+        self._n_left = 0  # bytes of the chunk, with its line end
+        self._line = b""  # the beginning of a line
+        self._is_last = self.has_ended = False
+
+    def end(self, data: bytearray) -> int:
+        """Return how many of the next bytes belong to the body; all where it does not end in them, or is broken."""
+        at = 0
+        while at < len(data):
+            if self._n_left:
+                n_bytes = min(self._n_left, len(data) - at)
+                self._n_left -= n_bytes
+                at += n_bytes
+                continue
+            i_end = data.find(b"\n", at)
+            if i_end < 0:
+                self._line += data[at:]
+                break
+            line, self._line = self._line + data[at:i_end], b""
+            at = i_end + 1
+            if self._is_last:
+                if not line.strip():
+                    self.has_ended = True
+                    return at
+            elif size := _CHUNK_SIZE.match(line):
+                n_bytes = int(size[0], 16)
+                self._n_left = n_bytes + len(b"\r\n") if n_bytes else 0
+                self._is_last = not n_bytes
+            else:
+                break
+        return len(data)
 
 
 class GuardedProtocol(_Parser):

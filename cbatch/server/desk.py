@@ -24,7 +24,6 @@ from cbatch.server.http_errors import (
     draining,
     no_worker,
     queue_full,
-    tokens_full,
     whole_seconds,
 )
 from cbatch.server.meters import Meters
@@ -57,7 +56,7 @@ _N_THREADS = 64
 _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
 
-ASK_S = 5.0
+_ASK_S = 5.0
 """Seconds between two questions about the engine's progress. Our choice."""
 
 _CALLS = Threads("calls", _N_THREADS)
@@ -101,6 +100,11 @@ class EngineSizes:
     facts: ModelFacts
     fingerprint: str
 
+    @classmethod
+    def of(cls, engine: Engine) -> EngineSizes:
+        """Ask an engine, which may take it a while."""
+        return cls(engine.parallel, engine.n_window, engine.model_facts, fingerprint_of(engine))
+
     @property
     def can(self) -> list[str]:
         """What the model can do, in llama-server's words."""
@@ -114,14 +118,18 @@ class EngineSizes:
         return [name for name, can in able.items() if can]
 
 
+async def keep_asking(newest: Callable[[], Desk]) -> None:
+    """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
+    while True:
+        await anyio.sleep(_ASK_S)
+        await newest().pulse.ask()
+
+
 class Desk:
     """The state of one application."""
 
     def __init__(
-        self,
-        engine: Engine,
-        settings: ServerSettings,
-        clock: Callable[[], float] = time.monotonic,
+        self, engine: Engine, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.engine, self.settings, self.clock = engine, settings, clock
         self.model_name = settings.model_name or engine.model_name or "cbatch"
@@ -133,7 +141,8 @@ class Desk:
         self.front: Front | None = None
         """Reloads the model; None unless `cbatch.server.serving` serves the application."""
         self._visits: dict[int, Visit] = {}
-        self._n_in_flight = 0
+        self.n_in_flight = 0
+        """Sequences of all calls that are being answered."""
         self._n_questions = 0
         """Number of clients' questions that the engine has not answered."""
         self._sizes: EngineSizes | None = None
@@ -181,32 +190,19 @@ class Desk:
         """Refuse new calls from now on. From any thread or signal handler."""
         self.is_draining = True
 
-    async def keep_asking(self) -> None:
-        """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
-        while True:
-            await anyio.sleep(ASK_S)
-            await self.pulse.ask()
-
-    async def ask(self, question: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Ask the engine something, in a thread, and return the answer.
+    async def ask(
+        self, exchange: Exchange, question: Callable[..., T], *args: Any, **named: Any
+    ) -> T:
+        """Ask the engine about what a client has sent, in a thread; questions about large bodies wait for each other.
 
         Raises:
             HttpProblemError: no worker can be started.
-        """
-        with self._question():
-            return await self.in_thread(question, *args, **named)
-
-    async def ask_of_body(
-        self, exchange: Exchange, question: Callable[..., T], *args: Any, **named: Any
-    ) -> T:
-        """Ask about what a client has sent, as `ask`; questions about large bodies wait for each other.
-
-        Raises:
-            HttpProblemError: as `ask`.
             ClientGoneError: the client has left before its turn.
         """
         with self._question():
-            return await self.in_thread_for(exchange, question, *args, **named)
+            if exchange.is_small:
+                return await self.in_thread(question, *args, **named)
+            return await exchange.in_turn(_LARGE_QUESTIONS, question, *args, **named)
 
     @contextmanager
     def _question(self) -> Iterator[None]:
@@ -230,41 +226,24 @@ class Desk:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
         return await _CALLS.run(work, *args, **named)
 
-    async def in_thread_for(
-        self, exchange: Exchange, work: Callable[..., T], *args: Any, **named: Any
-    ) -> T:
-        """Return what `work` returns, as `in_thread`; work for large bodies waits for its turn: `Exchange.in_turn`."""
-        if exchange.is_small:
-            return await self.in_thread(work, *args, **named)
-        return await exchange.in_turn(_LARGE_QUESTIONS, work, *args, **named)
-
     async def sizes(self) -> EngineSizes:
         """Return what the engine is, asked once."""
         if self._sizes is None:
-            self._sizes = await self.ask(self._ask_sizes)
+            with self._question():
+                self._sizes = await self.in_thread(EngineSizes.of, self.engine)
         return self._sizes
-
-    def _ask_sizes(self) -> EngineSizes:
-        engine = self.engine
-        facts = engine.model_facts
-        return EngineSizes(engine.parallel, engine.n_window, facts, fingerprint_of(engine))
 
     # ---- who is in ----
 
     @property
     def is_idle(self) -> bool:
         """Whether no client waits for the engine."""
-        return not (self._n_in_flight or self._n_questions)
+        return not (self.n_in_flight or self._n_questions)
 
     @property
     def n_visits(self) -> int:
         """Calls that are being answered."""
         return len(self._visits)
-
-    @property
-    def n_in_flight(self) -> int:
-        """Sequences of all calls that are being answered."""
-        return self._n_in_flight
 
     @property
     def n_open(self) -> int:
@@ -293,20 +272,21 @@ class Desk:
             self._count(-n_sequences)
 
     def _count(self, n_sequences: int) -> None:
-        self._n_in_flight += n_sequences
-        self.room.set_calls(self._n_in_flight)
+        self.n_in_flight += n_sequences
+        self.room.set_calls(self.n_in_flight)
 
     def _check_queue(self, n_sequences: int, n_slots: int, n_limit: int) -> None:
         """Raise a `HttpProblemError` where so many sequences more would make the queue too long."""
         n_before = self.n_open
         if n_before and n_before + n_sequences - n_slots > n_limit:
             n_ends = n_before + n_sequences - n_slots - n_limit
-            raise queue_full(max(0, n_before - n_slots), n_limit, self._wait_s(n_ends, n_slots))
+            words = f"{max(0, n_before - n_slots)} requests"
+            raise queue_full(words, n_limit, self._wait_s(n_ends, n_slots))
 
     def has_queue(self, n_slots: int) -> bool:
         """Return whether the engine has more sequences than slots. The oldest calls are looked at, and no more."""
         n_open = 0
-        for visit in self._visits.values() if self._n_in_flight > n_slots else ():
+        for visit in self._visits.values() if self.n_in_flight > n_slots else ():
             n_open += visit.n_open
             if n_open > n_slots:
                 return True
@@ -336,7 +316,8 @@ class Desk:
             visit.n_prompt_tokens = 0
             # this many waiting calls are too many, if their prompts are alike
             n_ends = (self.n_open - n_slots) * (n_with - n_limit) / n_with
-            raise tokens_full(n_queued, n_limit, self._wait_s(n_ends, n_slots))
+            words = f"{n_queued} prompt tokens"
+            raise queue_full(words, n_limit, self._wait_s(n_ends, n_slots))
 
     def _wait_s(self, n_ends: float, n_slots: int) -> int:
         """Return whole seconds until about so many answers have ended, by how long the last ones had their slots."""

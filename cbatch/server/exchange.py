@@ -18,8 +18,9 @@ from cbatch.support.garbage import uncollected
 from cbatch.support.lazy_json import listed, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 
+    from anyio.abc import TaskGroup
     from opentelemetry.trace import Span
     from starlette.types import Message, Receive, Scope, Send
 
@@ -136,22 +137,9 @@ class Exchange:
             HttpProblemError: it is longer, or does not arrive within `seconds`.
             ClientGoneError: the client has left.
         """
-        self._check_length(limit)
-        parts: list[bytes] = []
-        n_bytes = 0
-        with anyio.move_on_after(seconds) as scope:
-            while True:
-                message = await self._receive()
-                _check_stays(message)
-                parts.append(message.get("body", b""))
-                n_bytes += len(parts[-1])
-                if n_bytes > limit.n_bytes:
-                    raise _too_large(limit)
-                if not message.get("more_body", False):
-                    break
-        if scope.cancelled_caught:
-            raise _too_slow()
-        return b"".join(parts)
+        with anyio.move_on_after(seconds):
+            return b"".join([part async for part in self.parts(limit, seconds)])
+        raise _too_slow()
 
     async def parts(self, limit: SizeLimit, seconds: float) -> AsyncGenerator[bytes, None]:
         """Yield the parts of a body of at most `limit`, each within `seconds`. Raises as `body`."""
@@ -227,14 +215,30 @@ class Exchange:
         if self._is_watched or limiter.available_tokens:  # whoever watches cancels this
             await limiter.acquire_on_behalf_of(borrower)
             return
-        has_turn = False
+        await self.while_client_stays(lambda tasks: limiter.acquire_on_behalf_of(borrower))
+
+    async def while_client_stays(self, work: Callable[[TaskGroup], Awaitable[T]]) -> T:
+        """Return what `work` returns; its tasks end with it. The body has been read.
+
+        Raises:
+            ClientGoneError: the client has left before it was done; other errors are those of `work`.
+        """
+        problem: Exception | None = None
+        has_left = False
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_once_left, tasks.cancel_scope)
-            await limiter.acquire_on_behalf_of(borrower)
-            has_turn = True
+            try:
+                found = await work(tasks)
+            except Exception as error:  # not in a group of exceptions
+                problem = error
+            else:
+                tasks.cancel_scope.cancel()
+                return found
+            has_left = tasks.cancel_scope.cancel_called
             tasks.cancel_scope.cancel()
-        if not has_turn:
+        if problem is None or has_left:
             raise ClientGoneError
+        raise problem
 
     async def _check_stays(self) -> None:
         """Raise a `ClientGoneError` if the client is known to have left. Does not wait."""
@@ -299,12 +303,10 @@ class Exchange:
         """Return the next part of a long answer, made in a thread. Raises as `respond_long`."""
         return await self.in_turn(_LONG_ANSWERS, next, parts)
 
-    async def respond_problem(
-        self, problem: HttpProblemError, headers: Mapping[str, str] | None = None
-    ) -> None:
+    async def respond_problem(self, problem: HttpProblemError) -> None:
         """Send an error, in the format of the path."""
         status, body = told(problem, self.scope)
-        await self.respond_json(body, status, {**problem.headers, **(headers or {})})
+        await self.respond_json(body, status, problem.headers)
 
     async def begin(
         self, status: int, headers: Mapping[str, str], *, media_type: str = EVENTS

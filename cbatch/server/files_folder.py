@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,9 +147,8 @@ class FilesFolder:
                 return True
             try:
                 with open(self._reserve, "xb", opener=_private) as file:
-                    file.write(
-                        os.urandom(_N_RESERVE)
-                    )  # random, so that no file system compresses it
+                    # random, so that no file system compresses it
+                    file.write(os.urandom(_N_RESERVE))
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -172,31 +171,25 @@ class FilesFolder:
 
     def contents(self) -> dict[str, os.stat_result]:
         """Return the contents of files by id; remove parts of uploads that a kill broke off."""
-        found, strangers = {}, []
-        for entry in os.scandir(self.content):
-            if not entry.is_file(follow_symlinks=False):
-                strangers.append(f"content/{entry.name}")
-            elif re.fullmatch(FILE_ID, entry.name):
-                found[entry.name] = entry.stat()
-            elif _PART.fullmatch(entry.name):
+        files = [e for e in os.scandir(self.content) if e.is_file(follow_symlinks=False)]
+        for entry in files:
+            if _PART.fullmatch(entry.name):
                 os.unlink(entry)
-            else:
-                strangers.append(f"content/{entry.name}")
-        if strangers:
-            self.note("not made by cbatch, left alone", strangers)
+        found = {e.name: e.stat() for e in files if re.fullmatch(FILE_ID, e.name)}
+        self._note_strangers(self.content, found)
         return found
 
     def worked_on(self) -> set[str]:
         """Return the ids of batches that have a folder."""
-        found, strangers = set(), []
-        for entry in os.scandir(self.work):
-            if re.fullmatch(BATCH_ID, entry.name) and entry.is_dir(follow_symlinks=False):
-                found.add(entry.name)
-            else:
-                strangers.append(f"work/{entry.name}")
-        if strangers:
-            self.note("not made by cbatch, left alone", strangers)
+        folders = [e.name for e in os.scandir(self.work) if e.is_dir(follow_symlinks=False)]
+        found = {name for name in folders if re.fullmatch(BATCH_ID, name)}
+        self._note_strangers(self.work, found)
         return found
+
+    def _note_strangers(self, folder: Path, known: Container[str]) -> None:
+        if strangers := [name for name in os.listdir(folder) if name not in known]:
+            places = [f"{folder.name}/{name}" for name in strangers]
+            self.note("not made by cbatch, left alone", places)
 
     def remove_work(self, id: str) -> None:
         """Remove the files of a batch that has run, and its folder if nothing else is in it."""

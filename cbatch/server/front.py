@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from cbatch.errors import words_of
-from cbatch.server.desk import ASK_S, Desk
 from cbatch.server.gate import OPEN_PATHS
 from cbatch.server.http_errors import draining, reloading
 from cbatch.support.logs import Log
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
+    from cbatch.server.desk import Desk
 
 _log = Log("cbatch.reload")
 
@@ -126,12 +126,6 @@ class Front:
         """End every call that is being answered: its client is told that the server shuts down."""
         for served in self._served:
             served.desk.end_visits(draining())
-
-    async def keep_asking(self) -> None:
-        """Ask the engine for its progress now and then, as `Desk.keep_asking`."""
-        while True:
-            await anyio.sleep(ASK_S)
-            await self.desk.pulse.ask()
 
     # ---- reloads ----
 

@@ -191,21 +191,11 @@ def whole_seconds(seconds: float) -> int:
     return max(1, math.ceil(seconds))
 
 
-def queue_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
+def queue_full(waiting: str, n_limit: int, seconds: int) -> HttpProblemError:
     """Return the problem of a request for which the queue has no room for about so many seconds."""
-    return _full(f"{n_waiting} requests wait already, of at most {n_limit}", seconds)
-
-
-def tokens_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
-    """Return the problem of a request whose prompt would make the queue too long, for about so many seconds."""
-    return _full(f"{n_waiting} prompt tokens wait already, of at most {n_limit}", seconds)
-
-
-def _full(message: str, seconds: int) -> HttpProblemError:
+    message = f"{waiting} wait already, of at most {n_limit}: try again later"
     headers = {"retry-after": str(seconds)}
-    return HttpProblemError(
-        429, f"{message}: try again later", "rate_limit_exceeded", headers=headers
-    )
+    return HttpProblemError(429, message, "rate_limit_exceeded", headers=headers)
 
 
 def crowded() -> HttpProblemError:

@@ -110,10 +110,8 @@ class InfillCall(LlamaCall):
         n_output = n_window // 4 if n_output is None else min(n_output, n_window // 2)
         n_room = n_window - n_output
         n_near = max(0, min(_N_NEAR, n_room - _N_MARKS))
-        fim, first = (
-            facts.fim,
-            [token for token in engine.tokenize("a")[:1] if token == facts.bos_id],
-        )
+        first = [token for token in engine.tokenize("a")[:1] if token == facts.bos_id]
+        fim = facts.fim
         prefix = _last(prefix, n_near * 3 // 4)
         suffix = suffix[: max(0, n_near // 4 - len(begun) - 2)]
         near = [*first, fim["pre"], *prefix, *begun, fim["suf"], *suffix, fim["mid"]]

@@ -16,11 +16,10 @@ from cbatch.server.answer_events import Ended, Event, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
-from cbatch.server.openai_completions import OF_TEXT, begun, is_token, moot_in, prompt_of
+from cbatch.server.openai_completions import OF_TEXT, is_token, moot_in, prompt_of
 from cbatch.server.request_fields import Dialect, RequestFields, asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
-from cbatch.server.sse import frame_pieces
-from cbatch.server.stream_encoders import StreamEncoder
+from cbatch.server.sse import StreamEncoder, frame_pieces
 from cbatch.support.checks import shown, strings_of, token_ids
 from cbatch.support.lazy_json import LazyList
 from cbatch.support.model_facts import ModelFacts
@@ -60,9 +59,8 @@ class LlamaCall(Call):
         return cls(asked, prompts, said, wanted_in(body))
 
     def see_facts(self, facts: ModelFacts) -> None:
-        """Take the model's facts: an empty prompt becomes the BOS token."""
+        """Take the model's facts."""
         super().see_facts(facts)
-        self.prompts = begun(self.prompts, facts)
         self._end_ids = facts.end_ids
 
     @property
@@ -168,16 +166,13 @@ class LlamaStream(StreamEncoder):
     """Encodes the events of some completions."""
 
     def __init__(self, call: LlamaCall, model: str) -> None:
+        super().__init__()
         self._call, self._model = call, model
         self._n_tokens: dict[int, int] = {}
         """Tokens of each choice so far."""
 
-    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield the frames of events."""
-        for event in events:
-            yield from self._frame(event)
-
-    def _frame(self, event: Event) -> Iterator[bytes]:
+    def frame(self, event: Event) -> Iterator[bytes]:
+        """Return the frames of one event, in pieces."""
         if isinstance(event, Ended):
             return frame_pieces(self._call.ended(event.i_choice, event.choice, self._model))
         if not isinstance(event, Text):

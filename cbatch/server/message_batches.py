@@ -16,6 +16,7 @@ from cbatch.server.batch_endpoints import (
     Query,
     batches_of,
     id_in,
+    listed,
     new_batch_body,
     tell_batch,
 )
@@ -23,12 +24,7 @@ from cbatch.server.batch_index import MESSAGES, Kind, StoredBatch
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.batches import Batches
 from cbatch.server.exchange import Exchange, dumps
-from cbatch.server.http_errors import (
-    HttpProblemError,
-    bad_request,
-    told,
-    too_large,
-)
+from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import rfc3339
 from cbatch.server.typed_bodies import read_body
@@ -85,7 +81,17 @@ def _created(
     lines = _lines_of(body, limit)
     with disk_problems(), batches.store.arriving() as arriving:
         arriving.write(b"".join(lines))
-        return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S, owner)
+        return batches.create(
+            arriving.written(),
+            _WINDOW_S,
+            _KIND,
+            input_file_id="",
+            endpoint=MESSAGES,
+            completion_window=_WINDOW,
+            status="in_progress",  # they were checked
+            n_total=len(lines),
+            kept_owner=owner,
+        )
 
 
 def _lines_of(body: Mapping[str, Any], limit: SizeLimit) -> list[bytes]:
@@ -116,12 +122,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     found, has_more = await desk.in_thread(
         batches.newest, exchange.owner, Page(limit, after, before), _KIND
     )
-    data = [_as_json(batch) for batch in found]
-    ends = {
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
-    await exchange.respond_json({"data": data, "has_more": has_more, **ends})
+    await exchange.respond_json(listed([*map(_as_json, found)], has_more=has_more))
 
 
 async def delete_batch(desk: Desk, exchange: Exchange) -> None:
@@ -152,16 +153,12 @@ def _as_json(batch: StoredBatch) -> dict[str, Any]:
         "request_counts": counts,
         "created_at": rfc3339(batch.created_at),
         "expires_at": rfc3339(batch.expires_at),
-        "cancel_initiated_at": _time(batch.cancelling_at),
-        "ended_at": _time(ended_at),
+        "cancel_initiated_at": rfc3339(batch.cancelling_at),
+        "ended_at": rfc3339(ended_at),
         "archived_at": None,
         # without the host, which a proxy may have changed
         "results_url": f"/v1/messages/batches/{batch.id}/results" if batch.has_ended else None,
     }
-
-
-def _time(seconds: int | None) -> str | None:
-    return None if seconds is None else rfc3339(seconds)
 
 
 get_batch = partial(tell_batch, Batches.get, _KIND, _as_json)

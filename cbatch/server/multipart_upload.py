@@ -6,8 +6,8 @@ Source: RFC 7578; OpenAI's API reference, files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -24,13 +24,6 @@ FILE = "file"
 """The field that has the file."""
 
 
-class Sink(Protocol):
-    """Takes the bytes of a file."""
-
-    def write(self, data: bytes) -> None:
-        """Take more bytes."""
-
-
 class Upload:
     """The parts of one form.
 
@@ -39,15 +32,15 @@ class Upload:
         name: of the file; None while none has come.
     """
 
-    def __init__(self, content_type: bytes, sink: Sink) -> None:
-        """Take the header `content-type`. Raises a `HttpProblemError` where it is no form."""
+    def __init__(self, content_type: bytes, write: Callable[[bytes], object]) -> None:
+        """Take the header `content-type`, and what takes the file. Raises a `HttpProblemError` if it is no form."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             message = "content-type must be multipart/form-data with a boundary"
             raise HttpProblemError(415, message, "unsupported_media_type")
         self.fields: dict[str, str] = {}
         self.name: str | None = None
-        self._sink = sink
+        self._write = write
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
         self._field = ""
         self._data: bytearray | None = None
@@ -69,7 +62,7 @@ class Upload:
             )
 
     def feed(self, data: bytes) -> None:
-        """Take more of the body. Raises a `HttpProblemError` where the form is broken, or the sink's own error."""
+        """Take more of the body. Raises a `HttpProblemError` where the form is broken, or the error of `write`."""
         with _broken_form():
             self._parser.write(data)
 
@@ -112,7 +105,7 @@ class Upload:
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._data is None:
-            self._sink.write(data[start:end])
+            self._write(data[start:end])
             return
         if len(self._data) + end - start > _N_FIELD:
             raise bad_request(f"{self._field[:100]} is longer than {_N_FIELD} bytes", self._field)
@@ -126,15 +119,13 @@ class Upload:
         self._has_ended = True
 
 
-class _broken_form:  # noqa: N801  # lower case, as context managers of the standard library
+@contextmanager
+def _broken_form() -> Iterator[None]:
     """Tell a client of a form that the parser cannot read."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FormParserError):
-            raise _broken(str(error)) from None
+    try:
+        yield
+    except FormParserError as error:
+        raise _broken(str(error)) from None
 
 
 def _broken(why: str) -> HttpProblemError:

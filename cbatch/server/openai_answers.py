@@ -13,8 +13,7 @@ from cbatch.response import BatchResult, Timings, TokenLogprob
 from cbatch.server.answer_events import Ended, Event, Said, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
-from cbatch.server.sse import DONE, frame, frame_around, frame_pieces
-from cbatch.server.stream_encoders import StreamEncoder
+from cbatch.server.sse import DONE, StreamEncoder, frame, frame_around, frame_pieces
 from cbatch.support.lazy_json import LazyList
 
 
@@ -72,6 +71,7 @@ class OpenAIStream(StreamEncoder):
     """Encodes the events of an answer that both dialects have."""
 
     def __init__(self, call: OpenAICall, head: Mapping[str, Any]) -> None:
+        super().__init__()
         self._head = head
         self._has_usage = call.asked.common.stream_options.include_usage
         self._has_tokens = call.asked.has_tokens
@@ -87,16 +87,12 @@ class OpenAIStream(StreamEncoder):
     def scores(self, event: Said) -> dict[str, Any]:
         """Return the log-probabilities of an event, which has some."""
 
-    @abstractmethod
     def other(self, event: Event) -> Iterator[bytes]:
-        """Yield the frame of an event that is neither text nor an end."""
+        """Return the frame of an event that is neither text nor an end."""
+        raise TypeError(f"not an event of such an answer: {event!r}")
 
-    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield the frames of events."""
-        for event in events:
-            yield from self._frame(event)
-
-    def _frame(self, event: Event) -> Iterable[bytes]:
+    def frame(self, event: Event) -> Iterable[bytes]:
+        """Return the frames of one event, in pieces."""
         if isinstance(event, Text):
             if more := self.of_tokens(event):
                 return self.chunk([{**self.choice(event.i_choice, event.text), **more}])
@@ -161,7 +157,7 @@ class OpenAIStream(StreamEncoder):
 
     def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
         """Yield the frames of how far the prompt is, as llama-server's clients read it."""
-        yield from self.frames([])
+        yield self.begun()
         yield from self.chunk([self.choice(0)], prompt_progress=told)
 
     def end(self) -> bytes:

@@ -60,18 +60,11 @@ class ChatStream(OpenAIStream):
     def __init__(self, call: ChatCall, head: Mapping[str, Any]) -> None:
         super().__init__(call, head)
         self._n_choices = call.n_choices
-        self._has_begun = False
 
-    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield the frames of events; each choice's role comes first."""
-        if not self._has_begun:
-            self._has_begun = True
-            for index in range(self._n_choices):
-                yield from self._beginning(index)
-        yield from super().frames(events)
-
-    def _beginning(self, index: int) -> Iterator[bytes]:
-        return self._delta(index, {"role": "assistant", "content": ""})
+    def beginning(self) -> bytes:
+        """Return the role of each choice."""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(piece for i in range(self._n_choices) for piece in self._delta(i, role))
 
     def other(self, event: Event) -> Iterator[bytes]:
         """Return the frame of thinking, or of a call."""
@@ -81,7 +74,7 @@ class ChatStream(OpenAIStream):
         if isinstance(event, Called):
             call = {"index": event.i_call, **event.call.as_dict()}
             return self._delta(event.i_choice, {"tool_calls": [call]})
-        raise TypeError(f"not an event of a chat: {event!r}")
+        return super().other(event)
 
     def choice(self, index: int, text: str | None = None) -> dict[str, Any]:
         """Return a choice that is new text alone, or nothing."""

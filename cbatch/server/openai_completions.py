@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.chat.openai_format import TextPlace, completion_logprobs
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
+from cbatch.server.call import EMPTY
 from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
 from cbatch.server.request_fields import Dialect, asked_of
@@ -15,21 +16,14 @@ from cbatch.support.checks import shown
 from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.server.answer_events import Event, Said
-    from cbatch.support.model_facts import ModelFacts
+    from cbatch.server.answer_events import Said
 
 _OF_CHATS = ("continue_final_message", "add_generation_prompt")
 """Names that concern the messages of a chat, so that they do nothing here."""
-
-_BEGINNING = BatchPrompt(tokens=[0])
-"""Stands for an empty prompt until the model is known.
-
-Source: OpenAI's API reference, completions: without a prompt, the model generates as from the beginning of a document.
-"""
 
 N_TOKENS = 16
 """Tokens of an answer where the request names no cap. Source: OpenAI's API reference, completions, `max_tokens`."""
@@ -60,11 +54,6 @@ class CompletionCall(OpenAICall):
                 "best_of cannot be streamed: its answers are known at the end", "best_of"
             )
         return cls(asked, _prompts(body))
-
-    def see_facts(self, facts: ModelFacts) -> None:
-        """Take the model's facts: an empty prompt becomes the BOS token."""
-        super().see_facts(facts)
-        self.prompts = begun(self.prompts, facts)
 
     @property
     def has_tops(self) -> bool:
@@ -102,10 +91,6 @@ class CompletionStream(OpenAIStream):
         place = self._places.setdefault(event.i_choice, TextPlace())
         return completion_logprobs(event.logprobs or (), has_tops=self._has_tops, place=place)
 
-    def other(self, event: Event) -> Iterator[bytes]:
-        """Refuse: a completion is text."""
-        raise TypeError(f"not an event of a completion: {event!r}")
-
 
 def _with_end(options: RunOptions) -> RunOptions:
     """Have the token that ends an answer counted among scored ones, or their sum would lack it.
@@ -120,17 +105,6 @@ def _with_end(options: RunOptions) -> RunOptions:
 def moot_in(body: Mapping[str, Any]) -> list[str]:
     """Return the fields of a body that concern only chats."""
     return [name for name in _OF_CHATS if body.get(name) is not None]
-
-
-def begun(prompts: list[BatchPrompt], facts: ModelFacts) -> list[BatchPrompt]:
-    """Return prompts with the BOS token in place of empty ones. Raises a `HttpProblemError`."""
-    if not any(prompt is _BEGINNING for prompt in prompts):
-        return prompts
-    if facts.bos_id < 0:
-        words = "the prompt is empty, which needs a BOS token, and this model has none: send a text or tokens"
-        raise bad_request(words, "prompt")
-    first = BatchPrompt(tokens=[facts.bos_id])
-    return [first if prompt is _BEGINNING else prompt for prompt in prompts]
 
 
 def _prompts(body: Mapping[str, Any]) -> list[BatchPrompt]:
@@ -157,7 +131,7 @@ def prompt_of(item: Any, place: str) -> BatchPrompt:
     """Return the prompt of a text or token ids; `place` is where it stands. Raises a `HttpProblemError`."""
     try:
         if isinstance(item, str):
-            return BatchPrompt(prompt=item) if item else _BEGINNING
+            return BatchPrompt(prompt=item) if item else EMPTY
         if isinstance(item, list):
             return BatchPrompt(tokens=item)
     except ConfigError as error:

@@ -76,10 +76,7 @@ class Pulse(EngineQuestion["EngineStats"]):
     """The engine's figures, asked for when somebody wants to know, and how long it has not got on by them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        clock: Callable[[], float],
-        has_work: Callable[[], object] = bool,
+        self, engine: Engine, clock: Callable[[], float], has_work: Callable[[], object] = bool
     ) -> None:
         """Make one; `has_work` tells of requests that the figures do not count yet, such as prompts being tokenized."""
         super().__init__(engine.stats, clock)
@@ -98,14 +95,9 @@ class Pulse(EngineQuestion["EngineStats"]):
     def take(self, answer: EngineStats, now: float) -> None:
         """See whether anything has moved since the last figures."""
         last, was_idle = self.answer, self._was_idle
-        self._was_idle = is_idle(answer) and not self._has_work()
+        self._was_idle = not (answer.n_running or answer.n_waiting or self._has_work())
         if last is None or was_idle or self._was_idle or progress(last) != progress(answer):
             self._moved_s = now
-
-
-def is_idle(stats: EngineStats) -> bool:
-    """Return whether the engine has nothing to do."""
-    return not (stats.n_running or stats.n_waiting)
 
 
 def progress(stats: EngineStats) -> tuple[object, ...]:

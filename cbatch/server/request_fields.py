@@ -11,25 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from cbatch.errors import (
-    ConfigError,
-    GrammarError,
-    UnsupportedOptionError,
-    UnsupportedTaskError,
-)
+from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError, UnsupportedTaskError
 from cbatch.option_checks import MAX_BIASES
 from cbatch.options import MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
-from cbatch.server.http_errors import (
-    bad_request,
-    problem_of,
-    refused,
-    unknown_field,
-)
-from cbatch.server.sampler_order import left_out
+from cbatch.server.http_errors import bad_request, problem_of, refused, unknown_field
 from cbatch.server.typed_bodies import read_body
 from cbatch.support.checks import MAX_KEY_LENGTH, check_float, reading, shown
 from cbatch.support.plain import int_of
@@ -103,6 +93,28 @@ RENAMED = {
 
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 """Keys of vLLM's `structured_outputs`, and the option of each."""
+
+SAMPLERS: Mapping[str, Mapping[str, float]] = {
+    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": -1.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0},
+}
+"""Samplers in the order in which they run, and the options that leave each out."""
+
+_SAMPLER_ORDER = (*SAMPLERS,)
+_SAMPLER_LETTERS = dict(zip("edskypmxt", _SAMPLER_ORDER, strict=True))
+_SAMPLER_NAMES = {
+    **{name.replace("_", sign): name for name in _SAMPLER_ORDER for sign in ("_", "-", "")},
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+}
 
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
 """Names of the cap, the first that is given counts."""
@@ -215,7 +227,7 @@ def asked_of(
     }
     asked, found = RequestFields(dialect), dict(options or {})
     common = _sorted(given, asked, found, is_strict=is_strict)
-    asked.ignored += ignored
+    asked.ignored += dict.fromkeys(ignored)
     found |= _read_common(asked, common, found)
     _add_variables(found, *variables)
     _read_biases(asked, found)
@@ -313,7 +325,7 @@ def _read_common(asked: RequestFields, given: Mapping[str, Any], options: Option
         option, value = _structure(said.structured_outputs)
         found[option] = "structured_outputs", value
     if said.samplers is not None:
-        found |= left_out(said.samplers)
+        found |= _left_out(said.samplers)
     if int_of(said.n_probs) != 0 and "logprobs" not in options:
         found["logprobs"], found["top_logprobs"] = ("n_probs", True), ("n_probs", said.n_probs)
     return found
@@ -341,6 +353,33 @@ def _structure(said: Mapping[str, Any]) -> tuple[str, Any]:
         raise bad_request(f"{name} must have one of {', '.join(_STRUCTURES)}, json_object", name)
     ((key, value),) = given.items()
     return _STRUCTURES[key], value
+
+
+def _left_out(said: Any) -> dict[str, tuple[str, Any]]:
+    """Return the options that leave out the samplers which a request does not name, each with the field it is from.
+
+    Source: llama.cpp common/sampling.cpp, common_sampler_types_from_names and common_sampler_type_to_chr.
+
+    Args:
+        said: names, or a string of letters.
+
+    Raises:
+        HttpProblemError: an unknown sampler, or another order than that in which they run.
+    """
+    names = (
+        [_SAMPLER_LETTERS.get(letter, letter) for letter in said] if isinstance(said, str) else said
+    )
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        words = "a list of names, or a string of llama-server's letters"
+        raise bad_request(f"samplers must be {words}, not {shown(said)}", "samplers")
+    unknown = next((name for name in names if name.lower() not in _SAMPLER_NAMES), None)
+    if unknown is not None:
+        raise refused("samplers", f"{shown(unknown)} is none of {', '.join(_SAMPLER_ORDER)}")
+    places = [_SAMPLER_ORDER.index(_SAMPLER_NAMES[name.lower()]) for name in names]
+    if any(before >= after for before, after in pairwise(places)):
+        raise refused("samplers", f"they run once each, in this order: {', '.join(_SAMPLER_ORDER)}")
+    absent = [name for i, name in enumerate(_SAMPLER_ORDER) if i not in places]
+    return {option: ("samplers", v) for name in absent for option, v in SAMPLERS[name].items()}
 
 
 def _read_biases(asked: RequestFields, options: Options) -> None:

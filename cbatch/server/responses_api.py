@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 from cbatch.chat.openai_format import chat_tokens
 from cbatch.server.answer_events import Event, Said
 from cbatch.server.call import Call
-from cbatch.server.exchange import Exchange, dumps
+from cbatch.server.exchange import dumps
 from cbatch.server.openai_answers import extensions
 from cbatch.server.request_fields import RequestFields, check_continued
 from cbatch.server.responses_fields import read_response, repeated
-from cbatch.server.small_endpoints import body_of, tell_n_tokens
-from cbatch.server.sse import named_pieces
-from cbatch.server.stream_encoders import BlockStream
+from cbatch.server.sse import BlockStream, named_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult, TokenLogprob, ToolCall
-    from cbatch.server.desk import Desk
     from cbatch.server.http_errors import HttpProblemError
 
 _CUT = ("length", "window", "timeout", "cancelled")
@@ -279,10 +276,3 @@ def _usage(result: BatchResult) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-async def count_input(desk: Desk, exchange: Exchange) -> None:
-    """Count the tokens of an input, tools and instructions included."""
-    body = await body_of(desk, exchange)
-    call = await exchange.aside(ResponsesCall.of, body, is_strict=desk.settings.strict_fields)
-    await tell_n_tokens(desk, exchange, call, object="response.input_tokens")

@@ -29,6 +29,18 @@ _FUNCTION = dict.fromkeys(("description", "parameters", "strict"))
 """What a response says of a function where the request says nothing."""
 
 
+_REPEATED: Mapping[str, Any] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key")),
+    **dict.fromkeys(("safety_identifier", "user")),
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+"""What a response repeats of its request, and what it says where the request says nothing."""
+
+
 class _InputText(Struct, tag="input_text"):
     text: str
 
@@ -57,7 +69,8 @@ class _AudioPart(Struct, tag="input_audio"):
     input_audio: Any = None  # as in chats
 
 
-_Content = str | list[_InputText | _OutputText | _TextPart | _Refusal | _ImagePart | _AudioPart]
+_Part = _InputText | _OutputText | _TextPart | _Refusal | _ImagePart | _AudioPart
+_Content = str | list[_Part]
 
 
 class _MessageItem(Struct, tag="message"):
@@ -85,6 +98,9 @@ class _CallOutput(Struct, tag="function_call_output"):
     output: _Content
 
 
+_Item = _MessageItem | _ReasoningItem | _CallItem | _CallOutput
+
+
 class _TextConfig(Struct, frozen=True):
     format: dict[str, Any] | None = None
 
@@ -96,12 +112,7 @@ class _ReasoningConfig(Struct, frozen=True):
 class ResponsesBody(Struct):
     """A request, but for options by names of their own."""
 
-    input: (
-        str
-        | Annotated[
-            list[_MessageItem | _ReasoningItem | _CallItem | _CallOutput], Meta(min_length=1)
-        ]
-    )
+    input: str | Annotated[list[_Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Any = None
     tools: list[dict[str, Any]] = []
@@ -153,13 +164,9 @@ def read_response(body: Mapping[str, Any], *, is_strict: bool) -> tuple[RequestF
     if said.top_logprobs is not None and LOGPROBS not in said.include:
         ignored.append("top_logprobs")
     effort = said.reasoning.effort
+    variables = "reasoning", {} if effort is None else effort_variables(effort)
     asked = asked_of(
-        body,
-        DIALECT,
-        options,
-        variables=("reasoning", {} if effort is None else effort_variables(effort)),
-        ignored=[*dict.fromkeys(ignored)],
-        is_strict=is_strict,
+        body, DIALECT, options, variables=variables, ignored=ignored, is_strict=is_strict
     )
     return asked, _chat(said)
 
@@ -178,23 +185,13 @@ def repeated(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     text, reasoning = given.get("text", {}), given.get("reasoning", {})
     return {
-        "instructions": given.get("instructions"),
-        "max_output_tokens": given.get("max_output_tokens"),
-        "max_tool_calls": given.get("max_tool_calls"),
-        "metadata": given.get("metadata", {}),
-        "parallel_tool_calls": given.get("parallel_tool_calls", True),
-        "prompt_cache_key": given.get("prompt_cache_key"),
+        **{name: given.get(name, usual) for name, usual in _REPEATED.items()},
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "safety_identifier": given.get("safety_identifier"),
         "text": {"format": text.get("format") or {"type": "text"}},
-        "tool_choice": given.get("tool_choice", "auto"),
         "tools": [
             {**_FUNCTION, **tool} if tool.get("type") == "function" else tool
             for tool in given.get("tools", ())
         ],
-        "top_logprobs": given.get("top_logprobs", 0),
-        "truncation": given.get("truncation", "disabled"),
-        "user": given.get("user"),
     }
 
 
@@ -272,7 +269,7 @@ def _chat(said: ResponsesBody) -> BatchPrompt:
         return BatchPrompt(messages=joined(chat))
 
 
-def _turn(item: _MessageItem | _ReasoningItem | _CallItem | _CallOutput) -> dict[str, Any]:
+def _turn(item: _Item) -> dict[str, Any]:
     """Return the message that an item is, or a part of it."""
     if isinstance(item, _MessageItem):
         role = "system" if item.role == "developer" else item.role
@@ -297,9 +294,7 @@ def _parts(content: str | Sequence[Any]) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _part(
-    part: _InputText | _OutputText | _TextPart | _Refusal | _ImagePart | _AudioPart,
-) -> dict[str, Any]:
+def _part(part: _Part) -> dict[str, Any]:
     if isinstance(part, _ImagePart):
         return url_part(part.image_url or "")
     if isinstance(part, _AudioPart):

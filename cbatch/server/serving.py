@@ -9,7 +9,6 @@ import socket
 import ssl
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +18,7 @@ import uvicorn
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError
 from cbatch.server.batches import CLOSE_S
 from cbatch.server.connections import ConnectionLimits, GuardedProtocol
+from cbatch.server.desk import keep_asking
 from cbatch.server.http_errors import HttpProblemError
 
 if TYPE_CHECKING:
@@ -49,34 +49,26 @@ _PEER_S = (60, 15, 4)
 """Seconds of silence after which the system asks whether a client is there, seconds between that, and how often."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files of a certificate and its key.
+def tls_of(certificate: str | None, key: str | None = None) -> ssl.SSLContext | None:
+    """Return what the files of a certificate and its key hold; None without a certificate.
 
     Raises:
         ConfigError: they cannot be used.
     """
-
-    certificate: str | None = None
-    key: str | None = None
-    context: ssl.SSLContext | None = field(init=False, default=None)
-    """What the files hold; None without a certificate."""
-
-    def __post_init__(self) -> None:
-        if self.key and not self.certificate:
-            raise ConfigError("--tls-key needs --tls-cert")
-        if self.certificate is None:
-            return
-        files = f"the certificate {self.certificate}" + (f" with {self.key}" if self.key else "")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except ssl.SSLError as error:
-            why = error.reason or "it cannot be read"
-            raise ConfigError(f"{files}: {why.lower().replace('_', ' ')}") from None
-        except OSError as error:
-            raise ConfigError(f"{files}: {error.strerror or error}") from None
-        object.__setattr__(self, "context", context)
+    if key and not certificate:
+        raise ConfigError("--tls-key needs --tls-cert")
+    if certificate is None:
+        return None
+    files = f"the certificate {certificate}" + (f" with {key}" if key else "")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except ssl.SSLError as error:
+        why = error.reason or "it cannot be read"
+        raise ConfigError(f"{files}: {why.lower().replace('_', ' ')}") from None
+    except OSError as error:
+        raise ConfigError(f"{files}: {error.strerror or error}") from None
+    return context
 
 
 def _no_password() -> str:
@@ -90,9 +82,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
         ConfigError: the address is not there, or in use.
     """
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, number, _, address = places[0]
         found = socket.socket(family, kind, number)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror or error}") from None
@@ -149,7 +140,7 @@ def serve(
     address: socket.socket,
     *,
     ending: Ending,
-    tls: Tls | None = None,
+    tls: ssl.SSLContext | None = None,
     limits: ConnectionLimits | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
@@ -160,7 +151,7 @@ def serve(
     Raises:
         EngineClosedError: the engine has failed; calls got its error.
     """
-    config = config_of(front, tls or Tls(), limits or ConnectionLimits())
+    config = config_of(front, tls, limits or ConnectionLimits())
     server = DrainingServer(config, front, ending, on_ready)
     with ending.serving(front.drain, partial(_give_up, front)):
         try:
@@ -179,9 +170,9 @@ def _give_up(front: Front) -> None:
     front.close_engines(0.0)
 
 
-def config_of(app: Front, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
+def config_of(app: Front, tls: ssl.SSLContext | None, limits: ConnectionLimits) -> uvicorn.Config:
     """Return what uvicorn is told."""
-    guarded: Any = partial(GuardedProtocol, limits, tls.context)
+    guarded: Any = partial(GuardedProtocol, limits, tls)
     return uvicorn.Config(
         app,
         http=guarded,
@@ -216,12 +207,11 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
-        await (
-            anyio.lowlevel.checkpoint()
-        )  # has anyio load what it is made of, before a client waits for it
+        # has anyio load what it is made of, before a client waits for it
+        await anyio.lowlevel.checkpoint()
         with suppress(CBatchError, HttpProblemError):  # the first call gets this error, too
             await self._front.desk.sizes()
-        self._asking = asyncio.create_task(self._front.keep_asking())
+        self._asking = asyncio.create_task(keep_asking(lambda: self._front.desk))
         await super().startup(sockets)
         self._on_ready()
 

@@ -30,7 +30,7 @@ from cbatch.support.checks import check_flag, shown, token_ids
 from cbatch.support.lazy_json import LazyList
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.call import Call
@@ -111,8 +111,10 @@ def _is_anthropic(exchange: Exchange) -> bool:
     return b"anthropic-version" in exchange.headers
 
 
-def rfc3339(seconds: int) -> str:
-    """Return seconds since 1970 as the text of a time."""
+def rfc3339(seconds: int | None) -> str | None:
+    """Return seconds since 1970 as the text of a time; None for None."""
+    if seconds is None:
+        return None
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
 
 
@@ -223,15 +225,14 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         tokens = await _tokens(desk, exchange, body["content"], "content", has_special=has_special)
         listed = LazyList(int, tokens)
         if _flag(body, "with_pieces", default=False):
-            pieces = await desk.ask_of_body(exchange, desk.engine.pieces, tokens)
+            pieces = await desk.ask(exchange, desk.engine.pieces, tokens)
             listed = LazyList(_with_piece, [*zip(tokens, pieces, strict=True)])
         await exchange.respond_long({"tokens": listed})
         return
     if "messages" in body:
-        call = await exchange.aside(ChatCall.of, body)
-        await exchange.aside(check_prompts, call.prompts, sizes.n_window, "messages")
+        call = await _read(ChatCall.of, body, desk, exchange)
         (prompt,), options = call.prompts, call.asked.options
-        tokens = await desk.ask_of_body(exchange, desk.engine.tokenize, prompt, options=options)
+        tokens = await desk.ask(exchange, desk.engine.tokenize, prompt, options=options)
     else:
         has_special = _flag(body, "add_special_tokens", default=True)
         tokens = await _tokens(
@@ -252,7 +253,7 @@ async def _tokens(
     with field_errors(field):
         engine, sizes = desk.engine, await desk.sizes()
         check_text(text, sizes.n_window, field)
-        return await desk.ask_of_body(exchange, engine.tokenize, text, add_special=has_special)
+        return await desk.ask(exchange, engine.tokenize, text, add_special=has_special)
 
 
 def _with_piece(told: tuple[int, bytes]) -> dict[str, Any]:
@@ -275,7 +276,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
         tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
         check_tokens(tokens, (await desk.sizes()).n_window, "tokens")
     try:
-        text = await desk.ask_of_body(exchange, desk.engine.detokenize, tokens)
+        text = await desk.ask(exchange, desk.engine.detokenize, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
     await exchange.respond_long({"content": text, "prompt": text})
@@ -283,36 +284,41 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
-    call = await exchange.aside(ChatCall.of, await body_of(desk, exchange))
-    n_window = (await desk.sizes()).n_window
-    await exchange.aside(check_prompts, call.prompts, n_window, "messages")
+    call = await _read(ChatCall.of, await body_of(desk, exchange), desk, exchange)
     (prompt,), options = call.prompts, call.asked.options
-    text = await desk.ask_of_body(exchange, desk.engine.render, prompt, options=options)
+    text = await desk.ask(exchange, desk.engine.render, prompt, options=options)
     await exchange.respond_long({"prompt": text})
 
 
-async def count_chat(desk: Desk, exchange: Exchange) -> None:
-    """Count the tokens of a chat, tools included, as llama-server does."""
-    body = await body_of(desk, exchange)
-    call = await exchange.aside(ChatCall.of, body, is_strict=desk.settings.strict_fields)
-    await tell_n_tokens(desk, exchange, call, object="response.input_tokens")
-
-
-async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
+async def count_tokens(
+    call_of: Callable[..., Call], more: Mapping[str, str], desk: Desk, exchange: Exchange
+) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
+    body, is_strict = await body_of(desk, exchange), desk.settings.strict_fields
+    call = await _read(call_of, body, desk, exchange, is_strict=is_strict)
     (prompt,), asked = call.prompts, call.asked
-    sizes = await desk.sizes()
-    await exchange.aside(check_prompts, call.prompts, sizes.n_window, call.prompt_field)
-    call.see_facts(sizes.facts)
+    call.see_facts((await desk.sizes()).facts)
     try:
-        n_tokens = await desk.ask_of_body(
-            exchange, desk.engine.count_tokens, prompt, options=asked.options
-        )
+        n_tokens = await desk.ask(exchange, desk.engine.count_tokens, prompt, options=asked.options)
     except CBatchError as error:
         problem = with_param(error, asked, call.prompt_field)
         raise problem from (error.__cause__ if problem is error else None)
     headers = ignored_header(asked.ignored)
     await exchange.respond_json({"input_tokens": n_tokens, **more}, headers=headers)
+
+
+async def _read(
+    call_of: Callable[..., Call],
+    body: Mapping[str, Any],
+    desk: Desk,
+    exchange: Exchange,
+    **named: bool,
+) -> Call:
+    """Return the call of a body, whose prompts are not too large."""
+    call = await exchange.aside(call_of, body, **named)
+    n_window = (await desk.sizes()).n_window
+    await exchange.aside(check_prompts, call.prompts, n_window, call.prompt_field)
+    return call
 
 
 async def body_of(desk: Desk, exchange: Exchange) -> dict[str, Any]:

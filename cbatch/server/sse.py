@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from cbatch.server.answer_events import Called, Ended, Event, Reasoning, Text
 from cbatch.server.exchange import N_PART, Exchange, dumps, joined_parts, json_pieces
+
+if TYPE_CHECKING:
+    from cbatch.response import BatchResult, ToolCall
+    from cbatch.server.http_errors import HttpProblemError
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n\n"
@@ -107,3 +114,88 @@ class EventStream:
             last = await self._send_parts(pieces)
             await self._begin()
             await self._exchange.finish(last)
+
+
+# ---- what makes the frames of streamed answers, in every dialect ----
+
+
+class StreamEncoder(ABC):
+    """Makes the frames of one streamed answer."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def beginning(self) -> bytes:
+        """Return the frames before the first event."""
+        return b""
+
+    def begun(self) -> bytes:
+        """Return the frames before the first event, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return self.beginning()
+
+    def frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of events, long ones in pieces; to be read to the end before the next call."""
+        if not self._has_begun:
+            yield self.begun()
+        for event in events:
+            yield from self.frame(event)
+
+    @abstractmethod
+    def frame(self, event: Event) -> Iterable[bytes]:
+        """Return the frames of one event, in pieces."""
+
+    def last_frames(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the frames of the last events, and those behind them."""
+        yield from self.frames(events)
+        yield self.end()
+
+    def progress(self, told: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the frames of how far the prompt is; a dialect without a place for it tells nothing."""
+        yield from ()
+
+    def end(self) -> bytes:
+        """Return the last frames."""
+        return b""
+
+    def idle(self) -> bytes:
+        """Return the frames of a silence."""
+        return COMMENT
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frames of an error, behind which nothing comes: a client takes `[DONE]` for a whole answer."""
+        return frame(problem.as_openai())
+
+
+class BlockStream(StreamEncoder):
+    """Encodes an answer as blocks, one after another: text, thinking, calls."""
+
+    @abstractmethod
+    def said(self, text: str) -> Iterable[bytes]:
+        """Return the frames of new text."""
+
+    @abstractmethod
+    def thought(self, text: str) -> Iterable[bytes]:
+        """Return the frames of new thinking."""
+
+    @abstractmethod
+    def called(self, call: ToolCall) -> Iterable[bytes]:
+        """Return the frames of a tool call."""
+
+    @abstractmethod
+    def ended(self, result: BatchResult) -> Iterable[bytes]:
+        """Return the frames of the answer's end."""
+
+    def frame(self, event: Event) -> Iterable[bytes]:
+        """Return the frames of one event, in pieces."""
+        if isinstance(event, Text):
+            return self.said(event.text) if event.text else ()
+        if isinstance(event, Reasoning):
+            return self.thought(event.text)
+        if isinstance(event, Called):
+            return self.called(event.call)
+        if isinstance(event, Ended):
+            return self.ended(event.choice)
+        raise TypeError(f"not an event of an answer: {event!r}")

@@ -6,8 +6,6 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from cbatch.chat.vector_calls import VectorCall, error_in
 from cbatch.errors import CBatchError, ConfigError, PromptTooLongError, UnsupportedTaskError
 from cbatch.files.judged_run import judge_prompts
@@ -26,6 +24,8 @@ from cbatch.server.small_endpoints import body_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from anyio.abc import TaskGroup
+
     from cbatch.engine import Engine
     from cbatch.server.desk import Desk
     from cbatch.server.server_settings import ServerSettings
@@ -41,7 +41,7 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     with desk.visit(n_sequences, sizes.n_slots) as visit:
         with visit.scope:
             if needs_slots and desk.settings.max_queue_tokens is not None:
-                n_tokens = await desk.in_thread_for(exchange, _n_tokens, call, desk.engine)
+                n_tokens = await desk.ask(exchange, _n_tokens, call, desk.engine)
                 desk.count_tokens(visit, n_tokens, sizes.n_slots)
             results = await _results(desk, exchange, call)
         if visit.scope.cancelled_caught:
@@ -57,32 +57,18 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
     """Return the results of each response; none is left running where the client leaves."""
     responses: list[Any] = []
     found: list[list[Any]] = []
-    problem: Exception | None = None
-    is_done = False
 
-    async def watch(scope: anyio.CancelScope) -> None:
-        await exchange.wait_until_left()
-        scope.cancel()
+    async def work(tasks: TaskGroup) -> None:
+        responses.extend(await desk.ask(exchange, _begun, call, desk.engine))
+        for response in responses:
+            ended = [result async for result in response]
+            found.append(sorted(ended, key=lambda result: result.index))
 
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch, tasks.cancel_scope)
-            try:
-                responses = await desk.in_thread_for(exchange, _begun, call, desk.engine)
-                for response in responses:
-                    ended = [result async for result in response]
-                    found.append(sorted(ended, key=lambda result: result.index))
-                is_done = True
-            except Exception as error:  # not in a group of exceptions
-                problem = error
-            tasks.cancel_scope.cancel()
+        await exchange.while_client_stays(work)
     finally:
         for response in responses[len(found) :]:
             response.cancel()
-    if problem is not None:
-        raise problem
-    if not is_done:
-        raise ClientGoneError
     return found
 
 
@@ -97,7 +83,8 @@ def _n_tokens(call: Any, engine: Engine) -> int:
 
 
 def _begun(call: VectorCall, engine: Engine) -> list[Any]:
-    check_can(call, engine)
+    if why := call.lack(engine):
+        raise absent(why)
     try:
         return call.begun(engine)
     except UnsupportedTaskError:
@@ -129,12 +116,6 @@ def call_of(
         raise bad_request(words, call.prompt_field)
     ignored = [name for name in given if name in unknown or name in kind.ignored]
     return call, ignored
-
-
-def check_can(call: VectorCall, engine: Engine) -> None:
-    """Raise a `HttpProblemError` where the model cannot answer."""
-    if why := call.lack(engine):
-        raise absent(why)
 
 
 def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblemError:

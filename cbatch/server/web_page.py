@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -39,16 +39,23 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageFile:
     """One file of the page."""
 
-    path: str
-    """Where it is asked for."""
+    name: str
     media_type: str
     content: bytes
-    tag: str
-    """Changes with the content."""
+
+    @property
+    def path(self) -> str:
+        """Where it is asked for."""
+        return "/" if self.name == "index.html" else f"/page/{self.name}"
+
+    @cached_property
+    def tag(self) -> str:
+        """Changes with the content."""
+        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
     async def answer(self, desk: Desk, exchange: Exchange) -> None:
         """Send the file, or say that the client's copy is the same."""
@@ -66,14 +73,9 @@ def page_files() -> tuple[PageFile, ...]:
     """Return the files of the page, read once."""
     folder = files("cbatch.server") / "page"
     found = {file.name: file for file in folder.iterdir()}
-    kinds = {name: _MEDIA_TYPES.get(name.rpartition(".")[2]) for name in sorted(found)}
     # what is of no known kind, such as an editor's copy, is not of the page
     return tuple(
-        _page_file(name, kind, found[name].read_bytes()) for name, kind in kinds.items() if kind
+        PageFile(name, kind, found[name].read_bytes())
+        for name in sorted(found)
+        if (kind := _MEDIA_TYPES.get(name.rpartition(".")[2]))
     )
-
-
-def _page_file(name: str, media_type: str, content: bytes) -> PageFile:
-    path = "/" if name == "index.html" else f"/page/{name}"
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return PageFile(path, media_type, content, tag)

@@ -18,9 +18,10 @@ from cbatch.server import create_app
 from cbatch.server.connections import ConnectionLimits
 from cbatch.server.ending import Ending
 from cbatch.server.front import Front
-from cbatch.server.serving import DrainingServer, Tls, bound_socket, config_of
+from cbatch.server.serving import DrainingServer, bound_socket, config_of
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -175,13 +176,13 @@ def running(
     grace_s: float = 0.0,
     port: int = 0,
     renewal: Renewal | None = None,
-    tls: Tls | None = None,
+    tls: ssl.SSLContext | None = None,
     **limits: Any,
 ) -> Iterator[Running]:
     """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
     front = Front(app, renewal, grace_s)
-    config = config_of(front, tls or Tls(), ConnectionLimits(**limits))
+    config = config_of(front, tls, ConnectionLimits(**limits))
     ending = Ending(grace_s)
     server = DrainingServer(config, front, ending, is_ready.set)
 

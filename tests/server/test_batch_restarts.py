@@ -188,7 +188,8 @@ if not store.batches("", Page(1))[0]:
     with store.arriving() as arriving:
         arriving.write(Path(sys.argv[2]).read_bytes())
         file = arriving.keep("in", BATCH, None, "")
-    desk.batches.create(file, 86400, endpoint="/v1/chat/completions", completion_window="24h")
+    fields = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    desk.batches.create(store.path_of(file), 86400, **fields)
 print("ready", flush=True)
 while not store.batches("", Page(1))[0][0].has_ended:
     time.sleep(0.01)

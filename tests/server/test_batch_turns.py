@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import Engine
-from cbatch.server import batch_turns, batches
+from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from tests.no_threads import NoThreads
 from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
@@ -207,7 +207,7 @@ def test_batch_is_cancelled_though_no_thread_tells_the_engine(
 def test_time_of_a_batch_is_over_while_it_waits_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "RUNNING", batch_turns.BatchLane(1, 1))
+    monkeypatch.setattr(batches, "RUNNING", batches.BatchLane(1, 1))
     steps = Steps(monkeypatch, "_run_for")
     with kept_app(tmp_path) as app:
         first = begun(app, ONE)

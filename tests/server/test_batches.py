@@ -16,7 +16,7 @@ from cbatch.errors import EngineError, ModelLoadError
 from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
-from cbatch.server.batch_turns import BatchLane
+from cbatch.server.batches import BatchLane
 from cbatch.worker.pool import N_FAILED_MAX
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.server.chunks import Chunks
+from cbatch.server.connections import Chunks
 
 BODIES = [
     b"0\r\n\r\n",

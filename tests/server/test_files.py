@@ -189,7 +189,7 @@ def test_form_means_the_same_however_it_is_cut(n: int) -> None:
     data = b"a\r\n--\r\n----x\r\n\r\n"
     body = part("purpose", b"batch") + part("file", data, "n") + END
     sink = Gathered()
-    form = Upload(TYPE, sink)
+    form = Upload(TYPE, sink.write)
     for i in range(0, len(body), n):
         form.feed(body[i : i + n])
     form.finish()

@@ -15,8 +15,8 @@ from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
+from cbatch.server.request_fields import SAMPLERS
 from cbatch.server.responses_api import ResponsesCall
-from cbatch.server.sampler_order import SAMPLERS
 from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, call, error_of, fake_app
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cbatch.bench.experiments.http_load import request
-from cbatch.server.serving import DrainingServer, Tls
+from cbatch.server.serving import DrainingServer, tls_of
 from tests.server.clients import (
     CHAT,
     PATIENCE_S,
@@ -46,9 +46,11 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
     folder: Path = tmp_path_factory.mktemp("tls")
-    return Tls(*certificate_files(folder, None))
+    found = tls_of(*certificate_files(folder, None))
+    assert found is not None
+    return found
 
 
 def opened(server: Running) -> socket.socket:
@@ -77,7 +79,7 @@ def connections_of(server: Running) -> set[Any]:
     return server.server.server_state.connections
 
 
-def test_stalled_handshakes_above_the_limit_keep_nobody_out(tls: Tls) -> None:
+def test_stalled_handshakes_above_the_limit_keep_nobody_out(tls: ssl.SSLContext) -> None:
     with fake_app() as app, running(app, n_max=4, tls=tls) as server, ExitStack() as stack:
         stalled = [stack.enter_context(opened(server)) for _ in range(4 + 64 + 32)]
         for one in stalled[4:]:
@@ -91,7 +93,7 @@ def test_stalled_handshakes_above_the_limit_keep_nobody_out(tls: Tls) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
-def test_stalled_handshake_has_the_time_of_a_header(tls: Tls, sent: bytes) -> None:
+def test_stalled_handshake_has_the_time_of_a_header(tls: ssl.SSLContext, sent: bytes) -> None:
     with (
         fake_app() as app,
         running(app, header_timeout_s=0.2, tls=tls) as server,
@@ -104,7 +106,7 @@ def test_stalled_handshake_has_the_time_of_a_header(tls: Tls, sent: bytes) -> No
 
 @pytest.mark.parametrize("sent", [HEALTH, b""], ids=["plain HTTP", "nothing"])
 def test_failed_handshake_is_closed_and_logs_nothing(
-    tls: Tls, sent: bytes, caplog: pytest.LogCaptureFixture
+    tls: ssl.SSLContext, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with fake_app() as app, running(app, tls=tls) as server:
         with opened(server) as one:
@@ -116,7 +118,9 @@ def test_failed_handshake_is_closed_and_logs_nothing(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_request_right_behind_the_handshake_is_answered(tls: Tls, version: ssl.TLSVersion) -> None:
+def test_request_right_behind_the_handshake_is_answered(
+    tls: ssl.SSLContext, version: ssl.TLSVersion
+) -> None:
     with fake_app() as app, running(app, tls=tls) as server:
         with secured(server):
             wait_until(lambda: any(one.scheme == "https" for one in [*connections_of(server)]))
@@ -131,7 +135,7 @@ def test_request_right_behind_the_handshake_is_answered(tls: Tls, version: ssl.T
         wait_until(lambda: not connections_of(server))
 
 
-def test_server_ends_while_handshakes_stall(tls: Tls) -> None:
+def test_server_ends_while_handshakes_stall(tls: ssl.SSLContext) -> None:
     with fake_app() as app, running(app, tls=tls) as server, ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(opened(server))

@@ -1,5 +1,7 @@
 // The server: where it is, with which key, and its errors in words.
 
+import { whole } from "./dom.js";
+
 /** The address of the server, also below a prefix: this file is in its folder `page`. */
 export const base = new URL("..", import.meta.url);
 
@@ -98,8 +100,6 @@ export async function* events(response) {
   }
 }
 
-const count = (n) => new Intl.NumberFormat("en").format(n);
-
 const WORDS = {
   cut: ["The answer was cut", "The connection broke before the end of it."],
   0: ["The server does not answer", "It may be stopped, or the network is gone. The page goes on trying."],
@@ -120,7 +120,7 @@ export function inWords(error) {
   if (!(error instanceof ApiError)) return { title: "The page itself has failed", text: String(error?.message ?? error) };
   const { n_prompt_tokens: nPrompt, n_ctx: nCtx } = error.more;
   if (error.code === "context_length_exceeded" && nPrompt && nCtx) {
-    const text = `It has ${count(nPrompt)} tokens, and the window has ${count(nCtx)}. Start a new chat, or shorten it by editing an earlier message.`;
+    const text = `It has ${whole(nPrompt)} tokens, and the window has ${whole(nCtx)}. Start a new chat, or shorten it by editing an earlier message.`;
     return { title: "The chat is too long", text };
   }
   const [title, text] = WORDS[error.code] ?? WORDS[error.status] ?? [];

@@ -234,7 +234,7 @@ function takeCall(answer, { index, id, function: said = {} }) {
 
 /** Return how many tokens the conversation has, as the server has counted them at the last answer. */
 export function usedTokens() {
-  for (const turn of turns.toReversed?.() ?? [...turns].reverse()) {
+  for (const turn of [...turns].reverse()) {
     if (turn.role !== "assistant") continue;
     const { stats } = turn.answers[turn.chosen];
     if (stats?.total_tokens) return stats.total_tokens;
@@ -248,7 +248,7 @@ export function usedTokens() {
 /** Show all turns; what is seen of those that stay, unfolded thoughts say, stays. */
 function render() {
   byId("turns").replaceChildren(...turns.map((turn) => viewOf(turn).node));
-  for (const turn of turns) viewOf(turn).refresh();
+  for (const turn of turns) viewOf(turn).refresh?.();
   byId("chat").classList.toggle("is-empty", turns.length === 0);
   if (!turns.length) byId("turns").append(beginning());
   showToEnd();
@@ -294,8 +294,6 @@ class UserView {
     this.node.replaceChildren(el("div", { class: "said" }, seen, lost, turn.text), tools);
   }
 
-  refresh() {}
-
   change(text) {
     ask([...turns.slice(0, turns.indexOf(this.turn)), { ...this.turn, text }]);
   }
@@ -306,8 +304,6 @@ class ToolView {
     const results = turn.results.map(({ name, text }) => el("div", { class: "result" }, el("span", { class: "result-name" }, `${name} returned`), el("pre", { tabindex: "0" }, text)));
     this.node = el("article", { class: "turn tool", "aria-label": "Results of tools" }, ...results);
   }
-
-  refresh() {}
 }
 
 /** Put a form in place of a node's content. */

@@ -138,8 +138,7 @@ function phaseOf(slot) {
 
 function showSlots(slots, now) {
   const shown = slots.slice(0, N_LANES);
-  let nBusy = 0;
-  for (const slot of slots) nBusy += slot.status === "free" ? 0 : 1;
+  const nBusy = slots.filter(({ status }) => status !== "free").length;
   setText(byId("slots-sum"), `${nBusy} of ${whole(slots.length)} busy`);
   const note = byId("lanes-note");
   note.hidden = slots.length <= N_LANES;
@@ -159,8 +158,6 @@ function showSlots(slots, now) {
     lanes.delete(id);
   }
 }
-
-const IDLE_WORDS = { idle: "idle", kept: "idle", paused: "paused" };
 
 class Lane {
   constructor(id) {
@@ -202,7 +199,7 @@ class Lane {
       const done = slot.n_prompt_tokens_processed + slot.n_prompt_tokens_cache;
       return `prefill ${Math.floor((100 * done) / slot.n_prompt_tokens)} %`;
     }
-    return phase === "decode" ? "decode" : IDLE_WORDS[phase];
+    return phase === "kept" ? "idle" : phase;
   }
 
   /** Return the rate of this slot's request over its last answers; those that tell nothing new do not count. */
