@@ -75,14 +75,8 @@ def check_model(model: str | None) -> None:
 
     look = ray.remote(num_cpus=0)(os.path.isfile)
     names = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
-    found = ray.get(
-        [
-            look.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            ).remote(model)
-            for node in names
-        ]
-    )
+    places = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in names]
+    found = ray.get([look.options(scheduling_strategy=place).remote(model) for place in places])
     without = [name for name, is_there in zip(names.values(), found, strict=True) if not is_there]
     if without:
         raise ConfigError(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
@@ -127,15 +127,6 @@ def _quieten() -> None:
             handler.setLevel(max(handler.level, logging.WARNING))
 
 
-@dataclass
-class _Answered:
-    n_rows: int = 0
-    n_failed: int = 0
-    n_prompt_tokens: int = 0
-    n_output_tokens: int = 0
-    first_error: str = ""
-
-
 class _RayJob:
     """The rows of an input, and the folder of their answers."""
 
@@ -219,19 +210,6 @@ class _RayJob:
             if info.type == fs.FileType.File and not info.base_name.endswith(".pending.parquet"):
                 with self._files.open_input_file(info.path) as file:
                     found += import_pyarrow().parquet.read_metadata(file).num_rows
-        return found
-
-    def count(self) -> _Answered:
-        """Return what is answered, as far as the output tells."""
-        found, columns = _Answered(), self._columns()
-        for file in self._outputs():
-            for row in self._answers(file, columns):
-                found.n_rows += len(row[columns[0]])
-                errors = [error for error in row[columns[0]] if error is not None]
-                found.n_failed += len(errors)
-                found.first_error = found.first_error or next(iter(errors), "")
-                found.n_prompt_tokens += sum(n or 0 for n in row[columns[1]])
-                found.n_output_tokens += sum(n or 0 for n in row[columns[2]])
         return found
 
     def _columns(self) -> tuple[str, str, str]:
@@ -336,19 +314,29 @@ class _RayJob:
 
     def summary(self, ending: Any, n_items: int, n_before: int, start_s: float) -> RunSummary:
         """Return the numbers of the run, by what is in the output."""
-        found = self.count()
+        n_rows = n_failed = n_prompt_tokens = n_output_tokens = 0
+        first_error = ""
+        error, prompt_tokens, output_tokens = columns = self._columns()
+        for file in self._outputs():
+            for row in self._answers(file, columns):
+                n_rows += len(row[error])
+                errors = [each for each in row[error] if each is not None]
+                n_failed += len(errors)
+                first_error = first_error or next(iter(errors), "")
+                n_prompt_tokens += sum(n or 0 for n in row[prompt_tokens])
+                n_output_tokens += sum(n or 0 for n in row[output_tokens])
         return RunSummary(
             ending,
             n_items=n_items,
-            n_done=found.n_rows - n_before,
-            n_failed=found.n_failed,
+            n_done=n_rows - n_before,
+            n_failed=n_failed,
             n_before=n_before,
-            n_left=n_items - found.n_rows,
-            prompt_tokens=found.n_prompt_tokens,
-            output_tokens=found.n_output_tokens,
+            n_left=n_items - n_rows,
+            prompt_tokens=n_prompt_tokens,
+            output_tokens=n_output_tokens,
             elapsed_s=time.perf_counter() - start_s,
-            errors={"rows": found.n_failed} if found.n_failed else {},
-            first_error=found.first_error,
+            errors={"rows": n_failed} if n_failed else {},
+            first_error=first_error,
         )
 
 

@@ -109,6 +109,10 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
 
 
 _UNCAPPED = partial(MessagesCall.of, is_capped=False)
+_NO_CELLS = "slots cannot be saved, restored or erased: name a cache_key in the request"
+_NO_SCALES = (
+    "scales cannot be set for all requests: name an adapter as model or adapter in each request"
+)
 _OF_INPUT = {"object": "response.input_tokens"}
 
 _HANDLES: list[tuple[str, str, Handle]] = [
@@ -131,9 +135,9 @@ _HANDLES: list[tuple[str, str, Handle]] = [
     ("GET", "/health", small.health),
     ("GET", "/metrics", small.metrics),
     ("GET", "/slots", small.slots),
-    ("POST", "/slots/{id}", small.change_slot),
+    ("POST", "/slots/{id}", partial(small.refuse, _NO_CELLS)),
     ("GET", "/lora-adapters", small.adapters),
-    ("POST", "/lora-adapters", small.set_adapters),
+    ("POST", "/lora-adapters", partial(small.refuse, _NO_SCALES)),
     ("GET", "/props", small.props),
     ("GET", "/tokenizer_info", small.tokenizer_info),
     ("POST", "/tokenize", small.tokenize),

@@ -332,12 +332,12 @@ class Answering:
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
         tasks.start_soon(
-            stream.keep_alive, settings.status_after_s, settings.keep_alive_s, self._idle
+            stream.keep_alive,
+            settings.status_after_s,
+            settings.keep_alive_s,
+            lambda: COMMENT if self._encoder is None else self._encoder.idle(),
         )
         return stream
-
-    def _idle(self) -> bytes:
-        return COMMENT if self._encoder is None else self._encoder.idle()
 
     async def _send_events(
         self, tasks: TaskGroup, stream: EventStream, response: BatchResponse

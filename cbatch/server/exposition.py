@@ -43,10 +43,6 @@ class EngineFigure:
         return getattr(stats, self.of) if isinstance(self.of, str) else self.of(stats)
 
 
-def _n_prompt(stats: EngineStats) -> float:
-    return stats.n_prompt_tokens + stats.n_cached_tokens
-
-
 def _by_source(n_all: int, n_job: int, n_model: int) -> Mapping[str, float]:
     return {"ngram": n_all - n_job - n_model, "job": n_job, "model": n_model}
 
@@ -115,7 +111,7 @@ ROWS = (
     EngineFigure(
         "vllm:prompt_tokens_total vllm:prefix_cache_queries_total",
         "Tokens of prompts, cached ones included.",
-        _n_prompt,
+        lambda stats: stats.n_prompt_tokens + stats.n_cached_tokens,
     ),
     EngineFigure(
         "vllm:prefix_cache_hits_total llamacpp:prompt_tokens_cached_total",

@@ -104,7 +104,7 @@ class Gate:
             return HttpProblemError(
                 400, f"the HTTP request is invalid: {why}", "invalid_http", headers=headers
             )
-        path = _path_in(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # where it is mounted
         if scope["method"] == "OPTIONS" or path in OPEN_PATHS:
             return None
         if CROWDED in scope["state"]:
@@ -127,12 +127,6 @@ class Gate:
         # every pair is compared, so that the time reveals nothing
         found = [owner for a in given for b, owner in self._owners if hmac.compare_digest(a, b)]
         return found[0] if found else None
-
-
-def _path_in(scope: Scope) -> str:
-    """Return the path as this application knows it: it may be mounted in another one."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def owner_of(key: bytes) -> str:

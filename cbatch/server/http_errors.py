@@ -166,12 +166,8 @@ def draining() -> HttpProblemError:
 
 def reloading() -> HttpProblemError:
     """Return the problem of a call that outlasts the model it runs on."""
-    return HttpProblemError(
-        503,
-        "the model was reloaded before the answer ended: ask again",
-        "model_reloading",
-        headers=SOON,
-    )
+    message = "the model was reloaded before the answer ended: ask again"
+    return HttpProblemError(503, message, "model_reloading", headers=SOON)
 
 
 def no_worker(seconds: float) -> HttpProblemError:

@@ -10,7 +10,7 @@ from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult, TokenLogprob
 from cbatch.server.answer_events import Called, Event, Reasoning, Said
-from cbatch.server.http_errors import HttpProblemError, bad_request
+from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
 from cbatch.server.request_fields import Dialect, asked_of, check_continued
 from cbatch.support.checks import shown
@@ -105,7 +105,9 @@ def chat_of(messages: Any) -> BatchPrompt:
     try:
         return BatchPrompt(messages=messages)
     except ConfigError as error:
-        raise _wrong_messages(error) from None
+        place = str(error).partition(" ")[0].rstrip(":")
+        is_place = place.startswith("messages[") and place.endswith("]")
+        raise bad_request(str(error), place if is_place else "messages") from None
 
 
 def _message(message: Any) -> Any:
@@ -114,10 +116,3 @@ def _message(message: Any) -> Any:
         return message
     given = {name: value for name, value in message.items() if value is not None}
     return {**given, "role": "system"} if given.get("role") == "developer" else given
-
-
-def _wrong_messages(error: ConfigError) -> HttpProblemError:
-    message = str(error)
-    place = message.partition(" ")[0].rstrip(":")
-    is_place = place.startswith("messages[") and place.endswith("]")
-    return bad_request(message, place if is_place else "messages")

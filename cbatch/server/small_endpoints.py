@@ -178,16 +178,9 @@ async def adapters(desk: Desk, exchange: Exchange) -> None:
     await exchange.respond_json(listed)
 
 
-async def set_adapters(desk: Desk, exchange: Exchange) -> None:
-    """Refuse to change what all requests get."""
-    raise absent(
-        "scales cannot be set for all requests: name an adapter as model or adapter in each request"
-    )
-
-
-async def change_slot(desk: Desk, exchange: Exchange) -> None:
-    """Refuse to save, restore or erase a slot: cells belong to prompts here, not to slots."""
-    raise absent("slots cannot be saved, restored or erased: name a cache_key in the request")
+async def refuse(why: str, desk: Desk, exchange: Exchange) -> None:
+    """Refuse what another server does and this one does not."""
+    raise absent(why)
 
 
 def settings_of(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
@@ -257,16 +250,12 @@ async def _tokens(
 
 
 def _with_piece(told: tuple[int, bytes]) -> dict[str, Any]:
+    """Return a token with its text, or with its bytes as numbers where they are no whole characters."""
     token, piece = told
-    return {"id": token, "piece": _piece(piece)}
-
-
-def _piece(piece: bytes) -> Any:
-    """Return a piece as text, or its bytes as numbers where they are no whole characters."""
     try:
-        return piece.decode()
+        return {"id": token, "piece": piece.decode()}
     except UnicodeDecodeError:
-        return [*piece]
+        return {"id": token, "piece": [*piece]}
 
 
 async def detokenize(desk: Desk, exchange: Exchange) -> None:

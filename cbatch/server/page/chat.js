@@ -95,8 +95,7 @@ function ask(history) {
 }
 
 function retry(turn) {
-  const at = turns.indexOf(turn);
-  ask(turns.slice(0, at));
+  ask(turns.slice(0, turns.indexOf(turn)));
 }
 
 /** Let the model write on where an answer has ended. */
