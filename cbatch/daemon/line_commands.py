@@ -133,7 +133,7 @@ def _command(line: Line, text: str) -> Line:
     if name not in _READERS:
         return _generate(line, word, text)
     read = _READERS[name](replace(line, name=name), rest)
-    if name.startswith(("SCHED_", "LIST_")) and not line.id == line.slot is None:
+    if name.startswith(("SCHED_", "LIST_")) and (line.id, line.slot) != (None, None):
         raise _WrongError("REQ and SLOT are only allowed before commands for one request")
     return read
 

@@ -199,6 +199,7 @@ class Answering:
         self._encoder: StreamEncoder | None = None
         """What encodes the stream, once the engine has the prompts."""
         self._stream: EventStream | None = None
+        self._is_done = False
         self._headers: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -241,12 +242,12 @@ class Answering:
         try:
             with visit.scope:
                 await self._exchange.while_client_stays(partial(self._work, visit, n_slots))
-                return
         except ClientGoneError:
             raise
         except Exception as error:
             problem = error
-        if problem := problem or visit.problem:
+        problem = problem or visit.problem
+        if problem is not None and not self._is_done:
             await self._tell(problem, self._stream)
 
     async def _work(self, visit: Visit, n_slots: int, tasks: TaskGroup) -> None:
@@ -257,6 +258,7 @@ class Answering:
             await self._send(response)
         else:
             await self._send_events(tasks, self._stream, response)
+        self._is_done = True
 
     async def _tell(self, error: Exception, stream: EventStream | None) -> None:
         """Raise what a client is told of an error, or send it where a stream has begun and stands between events."""

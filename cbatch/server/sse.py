@@ -1,4 +1,4 @@
-"""An answer as server-sent events: its status held back until the first, comments while it is silent."""
+"""An answer as server-sent events: its status held back until the first, comments while it is silent; and encoders."""
 
 from __future__ import annotations
 
