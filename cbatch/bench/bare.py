@@ -19,66 +19,12 @@ from cbatch.errors import ConfigError, DecodeError
 
 
 class BareLoop:
-    """`n_rows` sequences in slots 0, 1, …, each fed one fixed token a step, by `llama_decode` alone.
+    """What one would write by hand: `llama_decode` alone, on a backend's own context.
 
-    Works on a backend's own context, with flash attention as an engine has it, so that nothing else differs.
+    Flash attention is as an engine has it, so that nothing else differs.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        self._backend = LlamaBackend(
-            model, Tuning(settle_attention(model, options)), owns_model=False
-        )
-        self._ctx: Any = self._backend.ctx
-        n_rows = self._backend.n_slots
-        self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
-        self._batch.n_tokens = n_rows
-        # What llama_batch_init allocated: `run` puts its own there. A cast, for the bare field would change with it.
-        self._own_pos = ctypes.cast(self._batch.pos, ctypes.POINTER(ctypes.c_int32))
-        for i in range(n_rows):
-            self._batch.token[i] = 1 + i
-            self._batch.n_seq_id[i] = 1
-            self._batch.seq_id[i][0] = i
-            self._batch.logits[i] = 1
-
-    def run(self, n_steps: int) -> float:
-        """Decode `n_steps` tokens a row into empty cells; return the seconds it took.
-
-        Raises:
-            DecodeError: `llama_decode` failed.
-        """
-        memory = llama_cpp.llama_get_memory(self._ctx)
-        llama_cpp.llama_memory_clear(memory, True)
-        batch, ctx, n_rows = self._batch, self._ctx, self._batch.n_tokens
-        positions = [(ctypes.c_int32 * n_rows)(*[i] * n_rows) for i in range(n_steps)]
-        start = time.perf_counter()
-        for position in positions:
-            batch.pos = position
-            if code := llama_cpp.llama_decode(ctx, batch):
-                raise DecodeError(code)
-        llama_cpp.llama_synchronize(ctx)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        """Free the batch and the context."""
-        self._batch.pos = self._own_pos
-        llama_cpp.llama_batch_free(self._batch)
-        self._backend.close()
-
-
-class PrefixLoop:
-    """Prompts with a common beginning, as one would write a loop for them by hand.
-
-    The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves, one a slot: one batch
-    with the rest of each prompt, then one fixed token a row a step; then every slot is trimmed.
-    Works on a backend's own context, with flash attention as an engine has it, so that nothing else differs.
-    """
-
-    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        """Make a context of its own.
-
-        Raises:
-            ConfigError: the model's memory cannot be copied and cut back.
-        """
         self._backend = LlamaBackend(
             model, Tuning(settle_attention(model, options)), owns_model=False
         )
@@ -86,13 +32,29 @@ class PrefixLoop:
         """llama.cpp's context."""
         self.cells = LlamaCells(self.ctx)
         """What its memory holds."""
-        memory = self._backend.memory
-        if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
-            self._backend.close()
-            raise ConfigError("this model's memory cannot be copied between slots and trimmed")
+
+    def decode(self, n_steps: int) -> float:
+        """Decode `n_steps` tokens a row, the same one each step, into empty cells; return the seconds it took.
+
+        Raises:
+            DecodeError: `llama_decode` failed.
+        """
+        slots = range(self._backend.n_slots)
+        steps = [
+            _batch([_TokenRow(1 + slot, i, slot, has_output=True) for slot in slots])
+            for i in range(n_steps)
+        ]
+        self._clear()
+        start = time.perf_counter()
+        self._decode(steps)
+        llama_cpp.llama_synchronize(self.ctx)
+        return time.perf_counter() - start
 
     def run(self, common: Sequence[int], owns: Sequence[Sequence[int]], n_output: int) -> float:
-        """Compute everything, the beginning too, in empty cells; return the seconds it took.
+        """Compute prompts with a common beginning, and answers, in empty cells; return the seconds it took.
+
+        The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves, one a slot: one
+        batch with the rest of each prompt, then one fixed token a row a step; then every slot is trimmed.
 
         Args:
             common: tokens that all prompts begin with; may be empty.
@@ -100,9 +62,13 @@ class PrefixLoop:
             n_output: tokens of each answer; the last is not computed, as nothing is sampled after it.
 
         Raises:
+            ConfigError: the model's memory cannot be copied and cut back.
             DecodeError: `llama_decode` failed.
         """
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), True)
+        memory = self._backend.memory
+        if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
+            raise ConfigError("this model's memory cannot be copied between slots and trimmed")
+        self._clear()
         n_common, n_slots = len(common), self._backend.n_slots
         prefix = self._batches(_TokenRow(token, i, 0) for i, token in enumerate(common))
         waves = [
@@ -120,6 +86,9 @@ class PrefixLoop:
                 self.cells.trim(slot, n_common)
         llama_cpp.llama_synchronize(self.ctx)
         return time.perf_counter() - start
+
+    def _clear(self) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), True)
 
     def _wave(self, owns: Sequence[Sequence[int]], n_common: int, n_output: int) -> list[Any]:
         """Return the batches of one request a slot: what is their own, then a token a row."""

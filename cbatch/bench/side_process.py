@@ -240,7 +240,7 @@ def bare_side(model: str, settings: Mapping[str, Any]) -> Iterator[Do]:
     """Open the weights for the block, and run loops of `llama_decode` alone."""
     from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
     from cbatch.backend.load.open_model import open_model
-    from cbatch.bench.bare import BareLoop, PrefixLoop
+    from cbatch.bench.bare import BareLoop
 
     kept = ("cache_type_k", "cache_type_v", "flash_attn", "n_threads", "n_gpu_layers")
     own = {name: settings[name] for name in kept if name in settings}
@@ -256,12 +256,12 @@ def bare_side(model: str, settings: Mapping[str, Any]) -> Iterator[Do]:
                 n_own = max(1, N_PREFILL // n_rows)
                 ids, chance = range(FIRST_TOKEN, opened.vocab.n_vocab), random.Random(1)
                 owns = [chance.choices(ids, k=n_own) for _ in range(n_rows)]
-                with closing(PrefixLoop(opened, options(n_rows, n_own + 8))) as loop:
+                with closing(BareLoop(opened, options(n_rows, n_own + 8))) as loop:
                     loop.run((), owns, 1)  # warms up
                     return {"n_tokens": n_own * n_rows, "seconds": loop.run((), owns, 1)}
             with closing(BareLoop(opened, options(n_rows, n_steps + 8))) as rows:
-                rows.run(min(n_steps, 4))
-                return {"n_tokens": n_rows * n_steps, "seconds": rows.run(n_steps)}
+                rows.decode(min(n_steps, 4))
+                return {"n_tokens": n_rows * n_steps, "seconds": rows.decode(n_steps)}
 
         yield do
 

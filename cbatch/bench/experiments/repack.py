@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.threads import run_in_fresh_thread
-from cbatch.bench.bare import BareLoop, PrefixLoop
+from cbatch.bench.bare import BareLoop
 from cbatch.bench.harness import FIRST_TOKEN, compare, emit, parser
 from cbatch.engine_options import EngineOptions
 
@@ -29,7 +29,7 @@ def _ways(
     models: Sequence[LlamaModel], options: EngineOptions, n_steps: int, stack: ExitStack
 ) -> Sequence[Callable[[], float]]:
     loops = [stack.enter_context(closing(BareLoop(model, options))) for model in models]
-    return [lambda loop=loop: 1e3 * loop.run(n_steps) / n_steps for loop in loops]  # type: ignore[misc]
+    return [lambda loop=loop: 1e3 * loop.decode(n_steps) / n_steps for loop in loops]  # type: ignore[misc]
 
 
 def _measure(a: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def _measure(a: argparse.Namespace) -> None:
                 emit(rows=n_rows, steps=a.steps, **compare(a.rounds, 2, llama=llama, packed=packed))
         options = EngineOptions(parallel=1, ctx_per_seq=_N_PROMPT + 1, n_threads=a.threads)
         with ExitStack() as loops:
-            made = [loops.enter_context(closing(PrefixLoop(model, options))) for model in both]
+            made = [loops.enter_context(closing(BareLoop(model, options))) for model in both]
             tokens = [FIRST_TOKEN + i % 64 for i in range(_N_PROMPT)]
             llama, packed = (lambda one=one: 1e3 * one.run(tokens, [[1]], 1) for one in made)
             emit(prompt=_N_PROMPT, **compare(a.rounds, 1, llama=llama, packed=packed))

@@ -117,10 +117,10 @@ class PrefixTurn:
 
 def run_loop(path: str, job: PrefixJob, kv: str, prompts: Prompts) -> PrefixTurn:
     """Run the job by the loop written by hand."""
-    from cbatch.bench.bare import PrefixLoop  # llama_cpp is slow to import
+    from cbatch.bench.bare import BareLoop  # llama_cpp is slow to import
 
     def run(model: LlamaModel) -> float:
-        with closing(PrefixLoop(model, EngineOptions.of(job.settings(kv)))) as loop:
+        with closing(BareLoop(model, EngineOptions.of(job.settings(kv)))) as loop:
             return loop.run(prompts.common, prompts.owns, job.output)
 
     return PrefixTurn(job.n_output / in_model(path, run), job.n_distinct)

@@ -58,7 +58,7 @@ def run_bare(path: str, n_rows: int, n_steps: int) -> StepTurn:
 
     def run(model: LlamaModel) -> float:
         with closing(BareLoop(model, options)) as loop:
-            return loop.run(n_steps)
+            return loop.decode(n_steps)
 
     return StepTurn(n_rows * n_steps / in_model(path, run))
 

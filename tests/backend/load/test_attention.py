@@ -26,7 +26,7 @@ from cbatch.backend.load.loader import load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.sizing import find_room, settle
 from cbatch.bench import bare
-from cbatch.bench.bare import BareLoop, PrefixLoop
+from cbatch.bench.bare import BareLoop
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.messages import BatchPrompt, LookAhead
@@ -453,6 +453,5 @@ def test_engine_and_bare_loop_are_alike(
     backend, _ = load_backend(synth("test"), EngineOptions(parallel=2, n_threads=1))
     with closing(backend):
         assert backend.options.flash_attn == "off"
-        for loop in (BareLoop, PrefixLoop):
-            loop(backend.model, EngineOptions(parallel=2, n_threads=1)).close()
-    assert seen == ["off", "off"]
+        BareLoop(backend.model, EngineOptions(parallel=2, n_threads=1)).close()
+    assert seen == ["off"]

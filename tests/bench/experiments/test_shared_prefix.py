@@ -11,7 +11,7 @@ import pytest
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.bare import PrefixLoop, suffix_rows
+from cbatch.bench.bare import BareLoop, suffix_rows
 from cbatch.bench.experiments.shared_prefix import PrefixJob, Prompts
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
@@ -78,7 +78,7 @@ def test_loop_computes_what_each_prompt_gives_alone(
     model: LlamaModel, kv: str, n_batch: int, n_common: int
 ) -> None:
     prompts = Prompts.random(PrefixJob(5, n_common, 10, 1, 3), N_VOCAB)
-    loop = PrefixLoop(
+    loop = BareLoop(
         model, EngineOptions.of({**OPTIONS, "parallel": 3, "kv": kv, "n_batch": n_batch})
     )
     for n_output in (4, 1):
@@ -107,6 +107,8 @@ def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32
 
 def test_loop_refuses_a_memory_that_cannot_be_cut_back(synth: SynthFactory) -> None:
     model = open_model(synth("mamba"))
+    loop = BareLoop(model, EngineOptions(parallel=2, ctx_per_seq=256, n_threads=1))
     with pytest.raises(ConfigError, match="copied"):
-        PrefixLoop(model, EngineOptions(parallel=2, ctx_per_seq=256, n_threads=1))
+        loop.run([1], [[2]], 1)
+    loop.close()
     model.close()

@@ -16,7 +16,7 @@ def test_bare_loop_runs_again_and_frees_what_it_took(test_model: Path) -> None:
     model = open_model(test_model)
     for _ in range(3):
         loop = BareLoop(model, EngineOptions(parallel=3, ctx_per_seq=256, n_threads=1))
-        assert loop.run(4) > 0
-        assert loop.run(2) > 0
+        assert loop.decode(4) > 0
+        assert loop.decode(2) > 0
         loop.close()
     model.close()
