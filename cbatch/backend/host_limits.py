@@ -33,7 +33,6 @@ def control_groups() -> Iterator[Path]:
 
 
 def _quotas() -> Iterator[int]:
-    """Yield the whole cores that each control group leaves; none without a quota."""
     # Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", MAX may be "max".
     for group in control_groups():
         with suppress(OSError, ValueError):  # "max" is no number and no quota
@@ -42,7 +41,6 @@ def _quotas() -> Iterator[int]:
 
 
 def _thread_limit() -> Iterator[int]:
-    """Yield the most threads that OpenMP starts in this process; none without a limit."""
     # Source: OpenMP 5.0, 6.10 OMP_THREAD_LIMIT: a positive integer
     with suppress(KeyError, ValueError):
         n_most = int(os.environ["OMP_THREAD_LIMIT"])
@@ -96,7 +94,6 @@ def _machine_free() -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """Yield the bytes that each control group around this process leaves; none without a limit."""
     # Source: Linux Documentation/admin-guide/cgroup-v2.rst, memory.max, memory.current, memory.stat
     for group in control_groups():
         with suppress(OSError, ValueError):
@@ -108,7 +105,6 @@ def _limits() -> Iterator[int]:
 
 
 def _mapped(path: str) -> int:
-    """Return the bytes of model files that are mapped into this process."""
     own, n_bytes = os.path.realpath(path), 0
     with suppress(OSError):
         for line in (_PROC / "self/maps").read_text().splitlines():

@@ -125,7 +125,6 @@ def _context(llama: Any, model: Any, *, is_unified: bool) -> Any:
 
 
 def _wrong_tokens(llama: Any, context: Any, prompt: Sequence[int], n_vocab: int) -> str | None:
-    """Return how the answer of one sequence and of a copy of it differs from `ANSWER`."""
     batch = llama.llama_batch_init(_N_ROOM, 0, 1)
     if code := _decode(llama, context, batch, [(token, i, 0) for i, token in enumerate(prompt)]):
         return f"llama_decode returned {code}"

@@ -94,12 +94,10 @@ class LogitsProcessors:
 
 
 def _is_sound(row: NDArray[np.float32]) -> bool:
-    """Whether a row has neither NaN nor +∞."""
     return bool(row.max() < np.inf)
 
 
 def _take(found: object, row: NDArray[np.float32]) -> None:
-    """Write what a processor returned into a row."""
     if not isinstance(found, np.ndarray):
         what = type(found).__name__
     elif found.shape != row.shape or found.dtype.kind != "f":

@@ -112,13 +112,11 @@ def _candidates(kind: Any, n_bytes: int | None) -> Iterator[Any]:
 
 
 def _matches(lib: Any, maker: str, kind: Any, defaults: Mapping[str, object]) -> bool:
-    """Whether a library's defaults, read as this structure, are what they are known to be."""
     made = ctypes.CFUNCTYPE(kind)((maker, lib))()
     return all(getattr(made, name, value) == value for name, value in defaults.items())
 
 
 def _replace(llama: Any, name: str, old: Any, new: Any) -> None:
-    """Have all functions of the module take and return the new structure."""
     setattr(llama, name, new)
     for function in vars(llama).values():
         if isinstance(function, type):  # such as the type of a callback

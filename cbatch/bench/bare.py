@@ -102,7 +102,6 @@ class BareLoop:
         return batches
 
     def _batches(self, rows: Iterable[_TokenRow]) -> list[Any]:
-        """Return the rows in batches as large as the context takes."""
         rows, n = list(rows), self._backend.n_batch
         return [_batch(rows[i : i + n]) for i in range(0, len(rows), n)]
 

@@ -168,7 +168,6 @@ class Comparison:
     # ---- before the rounds ----
 
     def _ready(self) -> list[Side]:
-        """Start and warm up all sides; return those that can be measured."""
         ready: list[Side] = []
         warm_up = self._workload("warm-up", 16, 8)
         chains = warm_up.chains(self.text, N_PROBES, f"{self.plan.seed} warm-up")
@@ -258,7 +257,6 @@ class Comparison:
                 self._add(self._of_side(side, row, chains, pace, alone))
 
     def _load_of_one(self, load: Load) -> Load:
-        """Return the load under which sides are measured that answer one request after another."""
         if load.rate is not None:
             return load
         return min(self.plan.loads, key=lambda each: each.at_once or 0)

@@ -126,11 +126,8 @@ def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
         with closing(open_model(path)) as model:
             return use(model)
 
-    llama_log().install()
-    try:
+    with llama_log().captured():
         return run_in_fresh_thread(opened)
-    finally:
-        llama_log().remove()
 
 
 def command_again(script: str, *words: str) -> list[str]:

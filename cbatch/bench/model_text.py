@@ -42,17 +42,7 @@ def model_text(path: str | None) -> Iterator[ModelText]:
     from cbatch.backend.load.open_model import open_model, shipped_model
 
     found = str(shipped_model() if path is None else path)
-    llama_log().install()
-    try:
-        with closing(open_model(found, has_weights=False)) as model:
-            tokenize = model.vocab.tokenize
-            yield ModelText(
-                found,
-                tokenize,
-                ExactText(tokenize),
-                model.n_ctx_train,
-                model.vocab.end_tokens,
-                facts_of(model),
-            )
-    finally:
-        llama_log().remove()
+    with llama_log().captured(), closing(open_model(found, has_weights=False)) as model:
+        tokenize, end_tokens = model.vocab.tokenize, model.vocab.end_tokens
+        exact = ExactText(tokenize)
+        yield ModelText(found, tokenize, exact, model.n_ctx_train, end_tokens, facts_of(model))

@@ -320,7 +320,6 @@ class OpenAIClient:
         return ServerProblemError(f"{self.address} answered {status}: {_quoted(data)}")
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        """Return the status and the body of an answer."""
         reply, writer = await self._send(method, path, body)
         try:
             return reply.status, await reply.body()
@@ -330,7 +329,6 @@ class OpenAIClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> tuple[HttpReply, asyncio.StreamWriter]:
-        """Send a request on a connection of its own, and read the answer's header."""
         address = self.address
         secure = ssl.create_default_context() if address.is_secure else None
         try:

@@ -54,10 +54,8 @@ class SideError(CBatchError):
     """A side of a comparison cannot be measured; the others go on."""
 
 
-class MeasuredSide(Protocol):
-    """What is measured."""
-
-    name: str
+class Startable(Protocol):
+    """What may be started again and again."""
 
     def start(self) -> None:
         """Get ready; where it is ready, do nothing. Raises `SideError`."""
@@ -65,21 +63,31 @@ class MeasuredSide(Protocol):
     def close(self) -> None:
         """End; `start` starts it anew."""
 
-    @property
-    def memory_mib(self) -> float | None:
-        """The memory that its processes have of their own; None where nobody can know."""
 
-
-class Side(MeasuredSide, Protocol):
+class RoundRunner(Startable, Protocol):
     """What answers the requests of a round."""
-
-    is_remote: bool
-    """Whether it is a server that was there before, so that it cannot be started anew."""
 
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
     ) -> tuple[list[MeasuredAnswer], float]:
         """Answer all requests; return the answers, and the seconds until the last. Raises `SideError`."""
+
+
+class MeasuredSide(Startable, Protocol):
+    """What is measured."""
+
+    name: str
+
+    @property
+    def memory_mib(self) -> float | None:
+        """The memory that its processes have of their own; None where nobody can know."""
+
+
+class Side(MeasuredSide, RoundRunner, Protocol):
+    """What answers the requests of a round, and is measured."""
+
+    is_remote: bool
+    """Whether it is a server that was there before, so that it cannot be started anew."""
 
 
 class VectorSide(MeasuredSide, Protocol):
@@ -431,7 +439,6 @@ def llama_server_arguments(options: EngineOptions) -> list[str]:
 
 
 def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None:
-    """Wait until a server says that it is ready. Raises `SideError`."""
     address = replace(Address.of(f"http://127.0.0.1:{port}"), path="")
     client = OpenAIClient(address, lambda text: ())
     end_s = time.monotonic() + PATIENCE_S

@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from cbatch.bench.fake_server import Cost
     from cbatch.core.driver import SequenceDriver
 
-__all__ = [
-    "Arrival",
-    "Report",
-    "Spread",
-    "capacity",
-    "line",
-    "main",
-    "poisson",
-    "read_trace",
-    "simulate",
-]
-
 _SCHEDULE = {
     "quantum": int,
     "ageing_s": float,

@@ -106,8 +106,6 @@ class NodesReport:
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """A batch of a job, or one request."""
-
     at_s: float
     n_rows: int
     prefix: int
@@ -134,7 +132,6 @@ class _Node:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, without tasks and without what was kept."""
         self.n_lives += 1
         self.tasks: dict[_Task, None] = {}
         self._queue = deque[_Task]()
@@ -186,7 +183,6 @@ class _Node:
 
     @property
     def next_s(self) -> float:
-        """When the next row ends."""
         if not self._rows:
             return math.inf
         n_left = max(0.0, self._rows[0][0] - self._n_steps)
@@ -281,7 +277,6 @@ class _NodesSimulation:
     # ---- who gets what ----
 
     def _spread(self) -> None:
-        """Send requests to nodes that are up."""
         if self._fleet.is_job:
             for node in self.nodes:
                 if node.is_up and self._waiting and len(node.tasks) < self._fleet.n_in_flight:

@@ -59,7 +59,6 @@ class StepTable:
     _by_prompt: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check and sort the points, and note the times of all usual steps."""
         decode_s, prompt_s = _points("decode_s", self.decode_s), _points("prompt_s", self.prompt_s)
         _set = partial(object.__setattr__, self)
         _set("decode_s", decode_s)
@@ -122,7 +121,6 @@ def _from_zero(points: Points) -> Points:
 
 
 def _points(name: str, given: Any) -> Points:
-    """Return the points in order, or refuse what is none."""
     try:
         points = sorted((n, float(s)) for n, s in given)
     except (TypeError, ValueError):
@@ -187,7 +185,6 @@ def measure(
 
 
 def _step_s(engine: Engine, lengths: Sequence[int]) -> float:
-    """Return the seconds of one step with a prompt of each of these lengths, in empty slots."""
     records: list[StepRecord] = []
     engine.record_steps(records.append)
     prompts = [BatchPrompt(tokens=[1] * n) for n in lengths]

@@ -16,7 +16,7 @@ import numpy as np
 
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.quantiser import quantising
-from cbatch.bench.synthetic_shapes import BERTS, SHAPES, Shape
+from cbatch.bench.synthetic_shapes import BERTS, SHAPES, WEIGHT_TYPES, Shape
 from cbatch.bench.synthetic_tensors import (
     N_CONV,
     N_TOKEN_TYPES,
@@ -25,7 +25,6 @@ from cbatch.bench.synthetic_tensors import (
     tensors_of,
 )
 from cbatch.bench.synthetic_tokenizer import TokenizerData, Value, make_tokenizer, tokenizer_changes
-from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
 from cbatch.support.folders import part_beside, told
 
@@ -132,7 +131,6 @@ class _Writing:
         self.n_bytes = _n_bytes(shape)
 
     def write(self, path: Path, type: str, changes: dict[str, object]) -> None:
-        """Write the whole model with weights of a type that is written directly."""
         self._write_head(path, type, changes)
         with path.open("ab") as file:
             _pad(file)
@@ -169,7 +167,6 @@ class _Writing:
         return self._gguf.GGMLQuantizationType[name]
 
     def quantise(self, floats: Path, part: Path) -> None:
-        """Have llama.cpp write the model with its own type from one with float weights."""
         kind = self._shape.weight_type
         before = self._n_done
         with quantising(

@@ -96,7 +96,6 @@ def write_projector(
 
 
 def _n_side(kind: str) -> int:
-    """Return the pixels of each side of a picture."""
     return _N_SIDE * _N_MERGED if kind == "gemma3" else _N_SIDE
 
 
@@ -134,8 +133,6 @@ Tensors: TypeAlias = "Iterator[tuple[str, NDArray[Any]]]"
 
 
 class _Weights:
-    """Random weights by name."""
-
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
 

@@ -94,18 +94,9 @@ def tensors_of(shape: Shape) -> Iterator[RandomTensor]:
 
 
 def _attention_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
-    """Queries and keys are larger than usual, so that attention picks a few places of the context rather than
-    averaging it away, and what it finds is smaller than what a token computes by itself. Otherwise greedy outputs
-    of deep models go round in short circles.
-    """
-    width, n_kv = shape.n_embd, shape.n_kv_head * shape.n_head_dim
-    unit = width**-0.5
-    sharp = unit * _ATTENTION_GAIN**0.5
+    width = shape.n_embd
     yield _norm(f"{block}.attn_norm", width)
-    yield RandomTensor(f"{block}.attn_q.weight", width, width, sharp)
-    yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
-    yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
-    yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+    yield from _attention(shape, block)
     is_gemma = shape.architecture in ("gemma-embedding", "gemma3")
     if shape.architecture == "qwen3" or is_gemma:
         yield _norm(f"{block}.attn_q_norm", shape.n_head_dim, _ATTENTION_GAIN**0.5)
@@ -119,10 +110,25 @@ def _attention_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
     yield from _experts(shape, block) if shape.n_expert else _feed_forward(shape, block)
 
 
-def _feed_forward(shape: Shape, block: str) -> Iterator[RandomTensor]:
+def _attention(shape: Shape, block: str) -> Iterator[RandomTensor]:
+    """Queries and keys are larger than usual, so that attention picks a few places of the context rather than
+    averaging it away, and what it finds is smaller than what a token computes by itself. Otherwise greedy outputs
+    of deep models go round in short circles.
+    """
+    width, n_kv = shape.n_embd, shape.n_kv_head * shape.n_head_dim
+    unit = width**-0.5
+    sharp = unit * _ATTENTION_GAIN**0.5
+    yield RandomTensor(f"{block}.attn_q.weight", width, width, sharp)
+    yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
+    yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
+    yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+
+
+def _feed_forward(shape: Shape, block: str, *, has_gate: bool = True) -> Iterator[RandomTensor]:
     width, n_ff = shape.n_embd, shape.n_ff
     unit = width**-0.5
-    yield RandomTensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
+    if has_gate:
+        yield RandomTensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
     yield RandomTensor(f"{block}.ffn_up.weight", n_ff, width, unit)
     yield RandomTensor(f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5)
 
@@ -152,17 +158,10 @@ def _bert(shape: Shape) -> Iterator[RandomTensor]:
         yield RandomTensor("cls.output.bias", 0, 1, 0.0)
     for i_layer in range(shape.n_layer):
         block = f"blk.{i_layer}"
-        n_kv, sharp = shape.n_kv_head * shape.n_head_dim, unit * _ATTENTION_GAIN**0.5
-        yield RandomTensor(f"{block}.attn_q.weight", width, width, sharp)
-        yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
-        yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
-        yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+        yield from _attention(shape, block)
         yield RandomTensor(f"{block}.attn_output.bias", 0, width, 0.0)
         yield from _layer_norm(f"{block}.attn_output_norm", width)
-        if name != "bert":
-            yield RandomTensor(f"{block}.ffn_gate.weight", shape.n_ff, width, unit)
-        yield RandomTensor(f"{block}.ffn_up.weight", shape.n_ff, width, unit)
-        yield RandomTensor(f"{block}.ffn_down.weight", width, shape.n_ff, shape.n_ff**-0.5)
+        yield from _feed_forward(shape, block, has_gate=name != "bert")
         yield RandomTensor(f"{block}.ffn_down.bias", 0, width, 0.0)
         yield from _layer_norm(f"{block}.layer_output_norm", width)
 

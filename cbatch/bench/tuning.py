@@ -13,13 +13,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cbatch.backend.load.attention_trial import TrialRound
-from cbatch.bench.sides import SideError
+from cbatch.bench.sides import RoundRunner, SideError
 from cbatch.bench.verdict import problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from cbatch.bench.measured import Chains, MeasuredAnswer
+    from cbatch.bench.measured import Chains
     from cbatch.bench.pacing import Pace
     from cbatch.bench.workloads import Workload
 
@@ -142,30 +142,11 @@ class TriedChange:
         return [times.ratio for times in self.times.get(job, ())]
 
 
-class TunedSide(Protocol):
+class TunedSide(RoundRunner, Protocol):
     """An engine that answers the requests of a job."""
 
     cpu_s: float
     """CPU seconds of its last job."""
-
-    def start(self) -> None:
-        """Load the model; where it is loaded, do nothing. Raises `SideError`."""
-
-    def close(self) -> None:
-        """End; `start` starts it anew."""
-
-    def run(
-        self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
-    ) -> tuple[list[MeasuredAnswer], float]:
-        """Answer all requests; return the answers, and the seconds until the last. Raises `SideError`."""
-
-
-def _say_nothing(settings: Mapping[str, Any], verdict: str) -> None:
-    """Say nothing."""
-
-
-def _show_nothing(n_done: int, n_planned: int) -> None:
-    """Show nothing."""
 
 
 @dataclass(slots=True)
@@ -192,8 +173,8 @@ class Tuner:
     n_requests: int
     budget_s: float
     n_threads: int
-    say: Callable[[Mapping[str, Any], str], object] = _say_nothing
-    show: Callable[[int, int], object] = _show_nothing
+    say: Callable[[Mapping[str, Any], str], object] = lambda *_: None
+    show: Callable[[int, int], object] = lambda *_: None
     clock: Callable[[], float] = time.monotonic
     same: TriedChange = field(default_factory=lambda: TriedChange(SettingChange({})))
     """The given settings against themselves."""
@@ -349,7 +330,6 @@ class Tuner:
     # ---- rounds ----
 
     def _try(self, tried: TriedChange, n_rounds: int) -> None:
-        """Measure a change, and once more where it is faster."""
         given, side = self._given, self.make_side(tried.change.settings)
         try:
             self._warm_up(given)
@@ -399,7 +379,6 @@ class Tuner:
         return self.chains(job, n, f"tune {self._n_drawn}")
 
     def _answer(self, side: TunedSide, chains: Chains) -> float:
-        """Return the seconds in which an engine answers requests."""
         answers, seconds = side.run(chains, self.pace, self.pace.n_clients, is_streamed=True)
         if found := problems([request for chain in chains for request in chain], answers):
             raise SideError(found[0])

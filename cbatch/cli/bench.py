@@ -238,7 +238,6 @@ def _measure_answers(
     files: Mapping[str, Path | None],
     say_round: Callable[[str], object],
 ) -> None:
-    """Measure a model with the plan's requests or those of a file; show, write and exit as `_measure_vectors`."""
     from cbatch.bench.model_text import model_text
 
     model, requests = of
@@ -280,7 +279,6 @@ def _comparison(
     named: Sequence[str],
     beside: "Beside",
 ) -> "Comparison":
-    """Return the comparison of the sides that were named, and of the servers of others."""
     from cbatch.bench.comparison import Comparison
     from cbatch.bench.sides import BareSide, ProcessSide
 
@@ -310,10 +308,8 @@ def _end(
     *,
     is_broken_off: bool,
 ) -> None:
-    """Show what was found, write the files, and exit with a code that says how it went."""
-    from cbatch.bench.rates import Rates
     from cbatch.bench.summary import Summary
-    from cbatch.cli.bench_page import bench_page, bench_picture
+    from cbatch.cli.bench_page import Rates, bench_page, bench_picture
 
     summary = Summary(comparison)
     remarks, problems = summary.remarks(), summary.problems()
@@ -337,7 +333,6 @@ def _report(
     files: Mapping[str, Path | None],
     **pages: Callable[[dict[str, str]], str],
 ) -> None:
-    """Print the tables, remarks and problems, and write the files that were asked for."""
     from cbatch.bench.summary import markdown
     from cbatch.files.report.page import machine_and_versions
 
@@ -384,7 +379,6 @@ def _loads(at_once: str, rate: str | None) -> "list[Load]":
 
 
 def _sides(asked: str | None, beside: "Beside", *, of_texts: bool = False) -> list[str]:
-    """Return the sides that were named, or the usual ones."""
     from cbatch.bench.sides import check_kinds, check_vector_kinds
 
     alone = "engine,llama" if of_texts else "engine,one,llama,static,bare"
@@ -456,7 +450,6 @@ def _measure_vectors(
     files: Mapping[str, Path | None],
     say_round: Callable[[str], object],
 ) -> None:
-    """Measure embeddings and rerank, show and write what was found, and exit with a code that says how it went."""
     from cbatch.bench.model_text import model_text
     from cbatch.bench.vector_comparison import VectorComparison
     from cbatch.cli.bench_vectors import VectorSides, check_fit
@@ -613,8 +606,7 @@ def _line_of(facts: Mapping[str, Any]) -> str:
 
 
 def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
-    from cbatch.bench.rates import merged, read_rates
-    from cbatch.cli.bench_page import bench_picture
+    from cbatch.cli.bench_page import bench_picture, merged, read_rates
 
     runs = merged([read_rates(Path(source)) for source in sources], workloads)
     if not any(run.rows for run in runs):

@@ -106,7 +106,6 @@ def daemon(
 
 
 def _check(runtime: LocalRuntime) -> None:
-    """Raise an EngineClosedError with the reason if the engine has stopped."""
     try:
         runtime.check_open()
     except EngineClosedError as error:

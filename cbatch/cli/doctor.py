@@ -57,7 +57,6 @@ def doctor(
 
 
 def _facts(found: "Installation") -> Iterator[str]:
-    """Yield what is installed, a line for each."""
     library = found.library
     rows = [*found.versions.items()]
     if library.get("version"):

@@ -204,7 +204,6 @@ def _ms(seconds: float) -> str:
 
 
 def _by(why: str) -> str:
-    """Return where a value comes from, in brackets."""
     return f" ({why})" * bool(why)
 
 

@@ -160,7 +160,6 @@ def ending_with_the_reader(view: View) -> Iterator[None]:
 
 
 def _look(source: list[str], view: View, *, is_estimate: bool, call: dict[str, Any]) -> None:
-    """Report the input's content or a run's expected duration; write no record."""
     is_shown = isinstance(view, PlainView | LiveView)
     if is_estimate:
         doing = f"loading the model and computing a sample for at most {SAMPLE_S:g} s"

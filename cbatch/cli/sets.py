@@ -113,7 +113,6 @@ def _kinds() -> dict[str, frozenset[type]]:
 
 
 def _kind_of(hint: Any) -> type:
-    """Return the plain type of one member of a union."""
     origin = get_origin(hint)
     if origin is Literal:
         return str

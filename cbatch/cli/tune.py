@@ -216,7 +216,6 @@ def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
 
 
 def _write(path: Path, facts: Mapping[str, Any], tuner: "Tuner", *, is_noted: bool) -> None:
-    """Write all figures, the file whole or not at all."""
     from cbatch.files.report.page import machine_and_versions
 
     found = {

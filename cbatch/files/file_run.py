@@ -144,8 +144,6 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run with an output, as it was asked for."""
-
     asked: FileOptions
     defaults: RunOptions
     view: View
@@ -163,7 +161,6 @@ class _Run:
         *,
         is_own_engine: bool,
     ) -> RunSummary:
-        """Run the items of an open input, with the outputs open meanwhile."""
         asked, view, options = self.asked, self.view, run_options_of(engine, self.defaults)
         check_runs_through(options)
         if asked.strict:
@@ -320,7 +317,6 @@ def _digests(
 
 
 def _as_text(vectors: Mapping[str, Any]) -> str:
-    """Return the settings of embeddings for people."""
     return (
         ", ".join(f"{name}={value!r}" for name, value in sorted(vectors.items())) or "as the model"
     )
@@ -364,7 +360,6 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
 
 
 def _shown(view: View, work: Work, engine: Engine) -> AbstractContextManager[object]:
-    """Show the progress for the length of the block."""
     if isinstance(view, SilentView):  # no thread for a view that shows nothing
         return nullcontext()
     return closing(Progress(view, work.counts, engine.stats, engine.stats(), engine.parallel))

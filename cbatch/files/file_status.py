@@ -170,7 +170,6 @@ def _stamp(home: Path) -> object:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a run has an output open, which it locks."""
     with suppress(OSError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

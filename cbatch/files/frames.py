@@ -121,7 +121,6 @@ def _raise_first(errors: Sequence[object]) -> None:
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
-    """Return the results of the rows that ran, and the error that ended the run early, if any."""
     try:
         return response.results(return_errors=True), None
     except BatchError as error:

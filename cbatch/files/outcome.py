@@ -105,7 +105,6 @@ class RunSummary:
 
 
 def _by_kind(errors: Mapping[str, int]) -> list[str]:
-    """Return the number of each kind, the most frequent first."""
     return [f"{n:,} {kind}" for kind, n in sorted(errors.items(), key=lambda pair: -pair[1])]
 
 
@@ -142,7 +141,6 @@ class Stopper:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopper:
-        """Install the handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 handler = signal.getsignal(number)

@@ -234,8 +234,6 @@ class _ServedEncoder(Encoder):
 
 
 class _RequestLines:
-    """The items of a file of requests."""
-
     n_items = None
     """Not needed here: the lines were counted before."""
 
@@ -253,7 +251,6 @@ class _RequestLines:
             return next(self._items)
 
     def is_dry(self) -> bool:
-        """Say that a file is at hand."""
         return False
 
     def about(self) -> None:

@@ -193,7 +193,6 @@ def _records(
 
 
 def _encoder(stream: ItemStream, place: Path, asked: FileOptions) -> Encoder:
-    """Return what writes rows with scores."""
     source = stream.source
     format = output_format(source, asked.output_format or "auto", place)
     format = "jsonl" if format in ("cbatch", "openai") else format

@@ -109,7 +109,6 @@ class _TextGroup:
     """The response that is read."""
 
     def begin(self, engine: Engine) -> None:
-        """Give the calls to the engine, texts to embed with the same settings as one."""
         for settings, some in groupby((call for _, call in self.calls), _settings_of):
             if settings is None:
                 for call in some:

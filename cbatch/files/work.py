@@ -396,15 +396,12 @@ class Work:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether every item has a record."""
         return self.has_read_all and self.tally.n_items == self._n_settled
 
     @property
     def _n_settled(self) -> int:
-        """Items that have a record."""
         return self.tally.n_done + self.tally.n_before
 
 
 def _named(entry: Entry, result: BatchResult) -> Ended:
-    """Return an item and its result, with the item's id."""
     return entry.item, replace(result, id=entry.item.id)

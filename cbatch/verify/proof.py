@@ -180,7 +180,6 @@ def _engine(path: Path, proof: Proof, **settings: Any) -> Engine:
 
 
 def _recording(path: Path, proof: Proof, **settings: Any) -> tuple[Engine, RowDigests]:
-    """Return an exact engine, and where it keeps digests of its rows of logits."""
     rows: RowDigests = {}
     sizes: dict[str, Any] = {"parallel": proof.parallel, "ctx_per_seq": proof.n_window}
     options = EngineOptions(exact=True, **sizes, **settings)

@@ -14,8 +14,9 @@ import pytest
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench import simulate as script
-from cbatch.bench.simulate import Arrival, Report, capacity, poisson, read_trace, simulate
+from cbatch.bench.simulate import Report, capacity, simulate
 from cbatch.bench.step_costs import SMALL
+from cbatch.bench.traffic import Arrival, poisson, read_trace
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import Policy, ScheduleOptions

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 import cbatch
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, Shape, write_model
+from cbatch.bench.synthetic_shapes import WEIGHT_TYPES
 from cbatch.bench.synthetic_tensors import tensors_of
 from cbatch.bench.synthetic_tokenizer import take_tokenizer
 from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS, MIN_VOCAB, vocabulary
-from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
 from tests.profiles import examples
 

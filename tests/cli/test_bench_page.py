@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from cbatch.bench.comparison import COLD, Load
-from cbatch.bench.rates import Rates
 from cbatch.bench.summary import Middle, SideRow, TextTable, Width
-from cbatch.cli.bench_page import bench_page, bench_picture
+from cbatch.cli.bench_page import Rates, bench_page, bench_picture
 from cbatch.files.report.page import report_page
 from cbatch.files.report.recorder import RunRecorder
 from tests.cli.conftest import invoke

@@ -109,8 +109,6 @@ _NO_COST = StepCost()
 
 @dataclass(slots=True)
 class _Bound:
-    """What is known of the sequence that a slot is bound with."""
-
     binding: Binding
     history: History
     matcher: FakeMatcher | FakeBudgetMatcher | None
@@ -219,7 +217,6 @@ class FakeBackend:
         )
 
     def _bind(self, plan: StepPlan) -> None:
-        """Note how the plan's sequences are sampled, and with which adapters."""
         if plan.is_rebuild:
             self.n_rebuilt += 1
             self._bound.clear()
@@ -452,7 +449,6 @@ class FakeBackend:
         )
 
     def _check(self, plan: StepPlan) -> None:
-        """Refuse a plan that breaks a rule of `StepPlan`, whatever slots hold."""
         spans, is_one_step = plan.spans, plan.n_steps == 1
         bindings = {} if plan.is_rebuild else {slot: b.binding for slot, b in self._bound.items()}
         bindings.update((b.slot, b) for b in plan.binds)

@@ -25,7 +25,6 @@ class FakeEmbedder:
     n_shared = 0
 
     def __init__(self, pooling: Pooling, n_most: int, hold: Callable[[], object] = bool) -> None:
-        """Make one; `hold` is called by `prepare`, and may raise or wait."""
         self._pooling, self._hold = pooling, hold
         self.n_most, self.n_full, self.n_texts = n_most, 64, 16
         self.calls: list[list[tuple[int, ...]]] = []

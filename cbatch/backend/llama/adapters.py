@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,19 +55,14 @@ class Adapters:
         self.names = tuple(files)
         self._pointers: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
-        log = llama_log()
-        log.install()
-        try:
-            for name, path in self._files.items():
-                self._pointers[name] = _load(model, path)
-        except DamagedError as error:
-            self.close()
-            raise ModelLoadError(f"adapter {name!r}: {path}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            log.remove()
+        with llama_log().captured(), ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                for name, path in self._files.items():
+                    self._pointers[name] = _load(model, path)
+            except DamagedError as error:
+                raise ModelLoadError(f"adapter {name!r}: {path}: {error}") from error
+            undo.pop_all()
 
     def digest(self, name: str) -> str:
         """Return "sha256:…" of an adapter's file, read when it is first asked for.
@@ -126,7 +122,6 @@ class Adapters:
 
 
 def _load(model: LlamaModel, path: Path) -> Any:
-    """Return a new `llama_adapter_lora *`."""
     header = read_header(path, _CONVERT)
     if header is not None:
         rules = (_metadata, _weights, _sizes, _uses)

@@ -81,7 +81,6 @@ _SHAPES = tuple(
 
 
 def _in_parts(message: Message) -> Message:
-    """Return a message whose text is a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -116,7 +115,6 @@ class _Turns:
                 self._changed.notify_all()
 
     def _wait_s(self) -> float:
-        """Return the seconds until another chat may start if none ends before."""
         if len(self._begun) >= _N_PROCESSES:
             return threading.TIMEOUT_MAX
         newest = sorted(self._begun.values())[-_N_AT_ONCE:]
@@ -207,7 +205,6 @@ class _Renderer:
             raise ModelLoadError(f"no process for the chat template: {sandbox.problem}")
 
     def close(self) -> None:
-        """End the idle processes; others end with their chat."""
         with self._changed:
             self._is_closed = True
             while self._free:
@@ -373,7 +370,6 @@ def parse_override(chat_template: str) -> str:
 
 
 def _text_of(content: object) -> str:
-    """Return a message's text: a string, or OpenAI's list of text parts joined."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):

@@ -45,8 +45,6 @@ N_CELLS_ALIKE = 8
 
 @dataclass(eq=False, slots=True)
 class _Series:
-    """Steps of one way, in one run or several."""
-
     n_steps: int = 0
     seconds: float = 0.0
 
@@ -61,8 +59,6 @@ class _Series:
 
 @dataclass(eq=False, slots=True)
 class _PairTrial:
-    """A pair of series, and how many pairs before it have shown a gain."""
-
     n_pairs: int = 0
     natural: _Series = field(default_factory=_Series)
     padded: _Series = field(default_factory=_Series)

@@ -118,7 +118,6 @@ def cells_of_slots(options: EngineOptions, n_slots: int, n_window: int) -> int:
 
 
 def _asked(options: EngineOptions, n_ctx_train: int) -> int:
-    """Return the window of a slot as it is asked for, or else as it is by default."""
     if options.n_ctx and options.kv != "unified":
         return options.n_ctx // options.n_slots
     return options.ctx_per_seq or min(n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)

@@ -78,8 +78,6 @@ class Setting(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """What steps with one setting took."""
-
     setting: Setting
     spent_s: float = 0.0
     waited_s: float = 0.0
@@ -170,7 +168,6 @@ class ElasticThreads:
             self._waits.want(self, self._n_most, is_wanted=False)
 
     def _decide(self, window: _Window) -> None:
-        """Begin a trial where one may bring something, else a new window."""
         self._up_wait_s -= window.spent_s
         self._down_wait_s -= window.spent_s
         tried = self._now

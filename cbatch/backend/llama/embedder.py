@@ -166,7 +166,6 @@ class LlamaEmbedder:
             yield
 
     def _needed(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the tokens that have to be computed of each text."""
         return [text[:1] for text in texts] if self._takes_first else texts
 
     def _check(self, texts: Sequence[Sequence[int]]) -> None:
@@ -295,7 +294,6 @@ class LlamaEmbedder:
             yield self._scores(i) if self._takes_scores else last[i].copy()
 
     def _in_chunks(self, texts: Sequence[Sequence[int]]) -> Iterator[NDArray[np.float32]]:
-        """Yield what all tokens of each text give together."""
         self._clear()
         parts: list[list[NDArray[np.float32]]] = [[] for _ in texts]
         for chunk in _chunks([(i, 0, text) for i, text in enumerate(texts)], self._n_chunk):
@@ -375,7 +373,6 @@ class LlamaEmbedder:
         return np.ctypeslib.as_array(found, shape=(self._n_out,)).copy() if found else None
 
     def _pooled(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the vector of a text from those of its tokens."""
         if self._pooling == "none":
             return np.array(rows)
         if self._pooling == "mean":
@@ -458,7 +455,6 @@ def _columns(
 
 
 def _all_begin(texts: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> bool:
-    """Whether each text begins with a prefix and goes on."""
     n = len(prefix)
     return all(len(text) > n and tuple(text[:n]) == prefix for text in texts)
 

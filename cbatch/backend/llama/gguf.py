@@ -158,7 +158,6 @@ class _FileCursor:
         return value
 
     def string(self) -> bytes:
-        """Return a length-prefixed string."""
         n = self.number(_U64)
         start = self.skip(n)
         return self.data[start : start + n]
@@ -173,7 +172,6 @@ def _read_name(cursor: _FileCursor, taken: Mapping[str, object]) -> str:
 
 
 def _read_value(cursor: _FileCursor, header: Header, key: str) -> None:
-    """Read one value of the metadata into `header`, or past it."""
     kind = header.kinds[key] = cursor.number(_U32)
     start = cursor.at
     if kind == ARRAY:

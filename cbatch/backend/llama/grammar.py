@@ -140,7 +140,6 @@ def grammar_sandbox() -> Sandbox:
 
 
 def _problem_of(grammar: Grammar, source: str, sandbox: Sandbox, within_s: float | None) -> str:
-    """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
     problem = find_problem(sandbox, _for_bytes(source), within_s)
     if sandbox.problem and is_suspicious(grammar):
         raise OSError(

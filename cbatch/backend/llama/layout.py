@@ -106,8 +106,6 @@ def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
 
 
 class _File:
-    """The numbers of a file's own architecture."""
-
     def __init__(self, model: LlamaModel) -> None:
         self._model, self._own = model, f"{model.architecture}."
 
@@ -118,7 +116,6 @@ class _File:
         return any(self.number(key.removeprefix(own)) for key in named)
 
     def number(self, key: str) -> int:
-        """Return a count; 0 where the file has none."""
         text = self._model.metadata.get(self._own + key, "")
         return int(text) if text.isascii() and text.isdigit() else 0
 

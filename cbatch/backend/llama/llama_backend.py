@@ -174,7 +174,6 @@ class LlamaBackend:
     # ---- the context's life ----
 
     def _set_up(self) -> None:
-        """Find out what the context's memory can do, and make what works on the context."""
         options = self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
         self._is_on_device = bool(is_on_device)
@@ -207,7 +206,6 @@ class LlamaBackend:
         )
 
     def _settle_memory(self, found: FoundMemory) -> None:
-        """Take over what was found out about the context's memory, and set the window of a slot."""
         model, options = self.model, self.options
         self.memory = found.capabilities
         self.n_window = slot_window(
@@ -575,7 +573,6 @@ class LlamaBackend:
 
 
 def _last_part(chunk: Span, tokens: Sequence[int]) -> Span:
-    """Return what a chunk's last step computed, by the tokens that it sampled."""
     if len(tokens) == 1:
         return chunk
     start = chunk.start + len(chunk.inputs) + len(tokens) - 2

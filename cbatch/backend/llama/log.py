@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -85,6 +86,15 @@ class LlamaLog:
                 llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
         self.drain()
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Capture llama.cpp's log for the block."""
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
     def drain(self) -> list[str]:
         """Pass new lines to the logger `cbatch.llama`; return those that are warnings or errors."""
         note(self._lock)
@@ -101,7 +111,6 @@ class LlamaLog:
         return found
 
     def _lines(self, data: bytes) -> Iterator[tuple[int, str]]:
-        """Yield the complete lines of drained bytes."""
         if self._n_dropped.value:
             dropped = f"{self._n_dropped.value} older lines of llama.cpp's log were dropped"
             yield logging.WARNING, dropped

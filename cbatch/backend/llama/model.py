@@ -233,7 +233,6 @@ class LlamaModel:
 
     @property
     def _tensors(self) -> Sequence[str]:
-        """Names of the file's tensors; none where it cannot be read."""
         return [name for name, _ in tensor_types(model_parts(self.name))]
 
     @property

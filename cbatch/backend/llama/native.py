@@ -259,7 +259,6 @@ class NativeStepper:
     def _before_sampling(
         self, await_masks: Callable[[], object] | None, changes: RowChanges | None
     ) -> Any:
-        """Return the function that native code calls after decoding; None for none."""
         if changes is None:
             return None if await_masks is None else _VoidFunction(await_masks)
 
@@ -271,7 +270,6 @@ class NativeStepper:
         return _VoidFunction(change_and_wait)
 
     def _reports(self, spans: Sequence[Span], n_steps: int) -> Any:
-        """Return memory for log-probabilities, or None where no slot reports any."""
         if not self._reporting or n_steps < 1:
             return None
         is_asked = any(c.slot in self._reporting and c.has_output for c in spans)
@@ -360,7 +358,6 @@ class _Scoring:
     """The targets of spans as the native library takes them, and memory for their log-probabilities."""
 
     def __init__(self, spans: Sequence[Span], n_tops: Mapping[int, int]) -> None:
-        """Take spans, and how many alternatives each slot reports, where that is not 0."""
         self._chunks = spans
         self._n_targets = array("i", [len(c.targets) for c in spans])
         self._n_top = array("i", [n_tops.get(c.slot, 0) for c in spans])

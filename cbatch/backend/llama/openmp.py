@@ -115,7 +115,6 @@ def _pause() -> Any:
 
 @cache
 def _gnu() -> Any:
-    """Return a handle of the runtime if it is GNU's, else None."""
     for lib in _ggml_handles():
         if hasattr(lib, "GOMP_parallel") and not hasattr(lib, "__kmpc_fork_call"):
             return lib

@@ -172,8 +172,6 @@ def _bindings() -> Any:
 
 
 class _Bitmap(NamedTuple):
-    """A picture or a sound as libmtmd has it."""
-
     pointer: Any
     """`mtmd_bitmap *`, to be freed."""
     size: str
@@ -369,7 +367,6 @@ class Projector:
         return found
 
     def _counted(self, medium: Medium, digest: bytes) -> Picture:
-        """Return a picture or a sound with its tokens, not encoded."""
         tokens: list[int] = []
         parts: list[_Rows] = []
         bitmap = self._bitmap(medium, is_counted=True)

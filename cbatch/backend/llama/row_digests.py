@@ -25,7 +25,6 @@ class DigestingStepper(NativeStepper):
     """Keeps a digest of each row of logits; does one step a run."""
 
     def __init__(self, ctx: Any, *, rows: RowDigests, **sizes: Any) -> None:
-        """Take what `NativeStepper` takes, and where the digests are put."""
         super().__init__(ctx, **sizes)
         self._rows, self._pointer, self._n_bytes = rows, ctx, 4 * sizes["n_vocab"]
         self._seeds: dict[Slot, int] = {}

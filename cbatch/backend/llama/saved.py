@@ -65,7 +65,6 @@ class SavedFormat:
     """How one context writes the state of a sequence."""
 
     def __init__(self, magic: bytes, parts: tuple[_MemoryPart, ...]) -> None:
-        """Keep what `read_format` found out."""
         self._magic, self._parts = magic, parts
 
     def in_pool(self) -> SavedFormat | None:
@@ -174,7 +173,6 @@ class _LayerRows:
     n_bytes: int
 
     def read(self, cursor: _StateCursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
-        """Return the data of the kept cells."""
         cursor.expect(self.head)
         data = cursor.take(self.n_rows * len(kept) * self.n_bytes)
         if not kept.all():
@@ -324,7 +322,6 @@ def _are_finite(data: Bytes, type: str) -> bool:
 
 
 def _first_cells(n: int, n_words: int) -> NDArray[np.int32]:
-    """Return the entries of a sequence's first cells, a row for each."""
     cells = np.zeros((n, n_words), "<i4")
     cells[:, 0], cells[:, 1] = np.arange(n), 1
     return cells

@@ -24,7 +24,6 @@ class _GenerationTags(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
     def parse(self, parser: Any) -> Any:
-        """Return the nodes between the tags."""
         parser.stream.skip(1)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

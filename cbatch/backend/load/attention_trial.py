@@ -150,7 +150,6 @@ class _Way:
             raise
 
     def turn(self) -> _Took:
-        """Compute the steps; return the seconds of each kind of steps, and of all."""
         self._run(self._fill)
         alike_s, alike_cpu_s = self._seconds(self._alike)
         self._run(self._shorten)
@@ -165,7 +164,6 @@ class _Way:
         )
 
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
-        """Run a plan; return its seconds, and its CPU seconds."""
         start_s, start_cpu_s = perf_counter(), process_time()
         self._run(plan)
         return perf_counter() - start_s, process_time() - start_cpu_s

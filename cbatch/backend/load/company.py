@@ -94,7 +94,6 @@ def _with_room(options: EngineOptions) -> EngineOptions:
 
 
 def _compared(found: Tuning, asked: EngineOptions, architecture: str) -> Tuning:
-    """Return the finding, with a text that says how its options differ from those asked for."""
     options = found.options
     if not found.is_sound or (options.n_slots, options.n_ubatch) == (asked.n_slots, asked.n_ubatch):
         return found
@@ -225,7 +224,6 @@ class _CompanyTrial:
         return found[self._n_prompts[i] - 1 :]
 
     def _whole(self, i: int) -> list[Logits]:
-        """Compute a prompt alone in one chunk; return the logits after it."""
         self._clear()
         prompt = self._texts[i][: self._n_prompts[i]]
         return self._run([Span(Slot(i), 0, prompt, has_output=True)])

@@ -152,7 +152,6 @@ def _n_free(handle: Any) -> int:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """Return the free bytes of a device, and all of them."""
     n_free, n_total = _size(), _size()
     _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
     return n_free.value, n_total.value

@@ -31,8 +31,6 @@ _WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class _ExactNote:
-    """What a note has of a finding."""
-
     exactness: str
     flash_attn: Literal["auto", "on", "off"]
     least: int
@@ -41,7 +39,6 @@ class _ExactNote:
     probe_s: float
 
     def fits(self, options: EngineOptions) -> bool:
-        """Whether a context of these options can have the shape."""
         is_shape = 1 <= self.multiple <= self.least <= n_sequences(options.n_exact_slots)
         return is_shape and self.n_last in (0, *LAST_CHUNKS)
 

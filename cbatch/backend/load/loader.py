@@ -262,7 +262,6 @@ def _told_of_projector(options: EngineOptions) -> dict[str, Any]:
 def _told_of_memory(
     loaded: LlamaModel, options: EngineOptions, settled: EngineOptions, room: Room
 ) -> dict[str, Any]:
-    """Return the slots and cells that an engine would have, and the memory that they take."""
     n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
     is_pool = settled.kv == "unified"
     n_window = slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool)
@@ -368,7 +367,6 @@ def _probed(is_stopped: Callable[[], bool], loaded: LlamaModel, options: EngineO
 def _embed_only(
     loaded: LlamaModel, options: EngineOptions
 ) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
-    """Return the backend of a model that generates no text, and what tells its exactness."""
     for name in ("adapters", "draft", "mmproj"):
         if getattr(options, name):
             raise ConfigError(
@@ -387,7 +385,6 @@ def _open_draft(
     has_weights: bool = True,
     n_sharing: int = 1,
 ) -> DraftModel | None:
-    """Return the model that drafts for `target`; None where there is none."""
     if options.draft is None:
         return None
     own = replace(options, chat_template=None)
@@ -457,9 +454,7 @@ def _opened(
 ) -> Iterator[LlamaModel]:
     """Open a model while llama.cpp's log is captured; close it where the block fails."""
     handshake()
-    log = llama_log()
-    log.install()
-    try:
+    with llama_log().captured(), ExitStack() as undo:
         loaded = open_model(
             _checked(model),
             options,
@@ -467,13 +462,9 @@ def _opened(
             n_sharing=n_sharing,
             is_stopped=is_stopped,
         )
-        try:
-            yield loaded
-        except BaseException:
-            loaded.close()
-            raise
-    finally:
-        log.remove()
+        undo.callback(loaded.close)
+        yield loaded
+        undo.pop_all()
 
 
 def _make_backend(

@@ -99,7 +99,6 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _depends(parts: Sequence[str]) -> list[str]:
-    """Return what a note holds for, as texts that JSON keeps."""
     system = llama_cpp.llama_print_system_info().decode("utf-8", "backslashreplace")
     names = sorted(name for name in os.environ if name[:5] == "GGML_" and name not in _HARMLESS)
     variables = [f"{name}={os.environ[name]}" for name in names]
@@ -115,6 +114,5 @@ def _code() -> Sequence[str]:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Return a digest of files' names, sizes and times."""
     seen = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
     return hashlib.sha256(repr(seen).encode()).hexdigest()

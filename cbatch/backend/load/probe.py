@@ -101,7 +101,6 @@ def difference(a: Logits, b: Logits) -> float:
 def _first_finding(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool], shape: RowShape
 ) -> tuple[str, float] | None:
-    """Return the first way of computing that changes the bits, and by how much; None where none does."""
     tuning = Tuning(options, shape=shape)
     with closing(LlamaBackend(model, tuning, owns_model=False)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up

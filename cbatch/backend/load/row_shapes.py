@@ -129,7 +129,6 @@ _Computed: TypeAlias = "tuple[Logits, NDArray[np.uint8] | None]"
 
 
 def _are_alike(a: _Computed, b: _Computed) -> bool:
-    """Whether logits and cells are the same bits."""
     (logits, cells), (others, other_cells) = a, b
     if cells is None or other_cells is None:
         return False
@@ -260,7 +259,6 @@ class _WidthTrial(Probe):
         return logits, self._state()
 
     def _state(self) -> NDArray[np.uint8] | None:
-        """Return what the first slot holds; None where that cannot be saved."""
         if not self._backend.memory.can_save:
             return None
         self._backend.run(StepPlan((), saves=((Slot(0), 0),)))

@@ -55,7 +55,6 @@ def may_cut_anywhere(model: LlamaModel, options: EngineOptions) -> bool:
 
 
 def _tiled_experts(model: LlamaModel) -> Sequence[tuple[str, int]]:
-    """Return the names and types of experts that have another kernel for many rows."""
     if not _has_tiles():
         return ()
     types = tensor_types(model_parts(model.name))

@@ -60,11 +60,8 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--steps", type=int, default=128, help="tokens a row")
     asked.add_argument("--threads", type=int, help="threads that compute")
     asked.add_argument("--flash-attn", default="auto", help="auto, on or off")
-    llama_log().install()
-    try:
+    with llama_log().captured():
         run_in_fresh_thread(lambda: _measure(asked.parse_args(words)))
-    finally:
-        llama_log().remove()
 
 
 if __name__ == "__main__":

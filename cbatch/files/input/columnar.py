@@ -68,7 +68,6 @@ def _has_files(schema: Any) -> bool:
 
 @contextmanager
 def _readable(path: str, format: str) -> Iterator[None]:
-    """Turn the errors of reading a file into a ConfigError."""
     try:
         yield
     except (import_pyarrow().ArrowException, OSError, UnicodeDecodeError) as error:

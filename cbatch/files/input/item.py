@@ -65,7 +65,6 @@ class InputLineError(Exception):
     """A line that gives no prompt; caught where the item is made."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        """Keep the fields of an `ItemError`; a long message is cut."""
         self.error = ItemError(code, cut(message, _N_MESSAGE), param)
         super().__init__(message)
 

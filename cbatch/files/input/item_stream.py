@@ -51,7 +51,6 @@ class PipeItems:
     """Items of a pipe, read by a thread of its own, so that a reader knows whether the next item has arrived."""
 
     def __init__(self, items: Iterator[Item]) -> None:
-        """Begin to read when the first item is needed."""
         self.has_ended = False
         """Whether `soon` has yielded the last item."""
         self._items = items
@@ -78,7 +77,6 @@ class PipeItems:
                 yield item
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the other items."""
         while item := self._next(None):
             yield item
 

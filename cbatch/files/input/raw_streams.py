@@ -183,7 +183,6 @@ class _PackedStreams(io.RawIOBase):
 
 
 def _import_first(modules: Sequence[str]) -> Any:
-    """Return the first module that is there, or None."""
     for module in modules:
         with suppress(ImportError):
             return import_module(module)

@@ -36,7 +36,6 @@ class Unread(str):
         return made
 
     def __getnewargs__(self) -> tuple[str, ItemError]:  # type: ignore[override]
-        """Return what pickle makes another one of."""
         return str(self), self.error
 
 

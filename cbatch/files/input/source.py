@@ -30,7 +30,6 @@ class Source:
     def __init__(
         self, files: Sequence[InputFile], format: Format, reader: RequestReader | RowReader
     ) -> None:
-        """Take the files and their reader; see `open_source`."""
         self.format = format
         self.paths = [file.path for file in files]
         self._files, self._reader = files, reader

@@ -64,7 +64,6 @@ class RowReader:
                 yield item_of_row(number, place, row, prompt_of, error)
 
     def _check(self, columns: Mapping[str, str], name: str) -> None:
-        """Check that a table has the columns of the tables before it."""
         if columns.keys() != self._types.keys():
             raise ConfigError(
                 f"{name}: its columns are {listed(columns)}; those of the files before it are "
@@ -128,14 +127,12 @@ class _CsvTable:
         self._reader = csv.reader(map(self._text, lines), delimiter=delimiter, strict=True)
 
     def header(self) -> list[str]:
-        """Read the first row; ConfigError where it cannot be read."""
         _, cells, error = next(self._cells(), (0, [], None))
         if error is not None:
             raise ConfigError(f"{self._name}: the header cannot be read: {error.message}")
         return cells
 
     def rows(self, header: Sequence[str]) -> Rows:
-        """Yield the other rows."""
         for i_line, cells, error in self._cells():
             if error is None and len(cells) != len(header):
                 error = ItemError(

@@ -98,7 +98,6 @@ class InputFile:
     """One input file: its lines, of which the first can be read ahead, and the number of bytes read."""
 
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        """Take a path, or `-`; the file is opened when it is read."""
         self.path, self.name = path, "<stdin>" if is_dash(path) else readable(path)
         self.max_line_bytes = max_line_bytes
         self._ahead: deque[bytes | LongLine] = deque()

@@ -133,7 +133,6 @@ class ColumnarEncoder(RowEncoder):
             os.fsync(file.fileno())
 
     def _schema(self, embeddings: _Embeddings) -> Any:
-        """Return the columns of the output: those of the input with their types, and the added ones."""
         pyarrow = import_pyarrow()
         types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
         n_each = embeddings.n_numbers if embeddings.has_all else -1

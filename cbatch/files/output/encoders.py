@@ -90,7 +90,6 @@ class TraceableEncoder(Encoder, ABC):
     """An encoder whose records name their item."""
 
     def __init__(self, *, has_rows: bool) -> None:
-        """Take whether an item's id is the number of its row."""
         self._has_rows = has_rows
 
     def _known(self, id: str, digest: bytes | None, *, is_error: bool) -> Known | None:
@@ -334,7 +333,6 @@ class CsvEncoder(RowEncoder):
     """Writes CSV; a missing value is an empty field, a nested one is JSON."""
 
     def __init__(self, layout: AnswerColumns, delimiter: str) -> None:
-        """Take the columns; other values of a row are left out."""
         super().__init__(layout)
         self._columns, self._delimiter = (*layout.own, *layout.added), delimiter
 

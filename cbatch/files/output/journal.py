@@ -34,8 +34,6 @@ Claim: TypeAlias = Literal["new", "done", "failed", "duplicate"]
 
 
 class _Found(NamedTuple):
-    """A record in the manifest, as a claim needs it."""
-
     record: int
     digest: bytes
     number: int
@@ -234,7 +232,6 @@ class Journal:
         self._moved.clear()
 
     def _sync(self) -> None:
-        """Wait until the committed records are on disk."""
         self._manifest.check_there()
         synced = [file.row for file in self._outputs.files if file.sync()]
         if synced:

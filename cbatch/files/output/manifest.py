@@ -203,7 +203,6 @@ class Manifest:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Translate errors of the opening."""
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:

@@ -258,7 +258,6 @@ def _keeps_records(outputs: Outputs, known: Mapping[int, FileRow], spec: OutputS
 def _differences(
     manifest: Manifest, known: Mapping[int, FileRow], spec: OutputSpec
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and a description of each difference."""
     before = {n: v for n, v in manifest.settings().items() if n not in (*ORIGIN_NAMES, ERRORS)}
     for name in sorted({*before, *spec.settings}):
         was, is_now = before.get(name, _NOTHING), spec.settings.get(name, _NOTHING)

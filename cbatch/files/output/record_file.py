@@ -217,7 +217,6 @@ class RecordFile:
         self._fd = open_locked(self.path)
 
     def _write_part(self, part: Path, order: Order) -> None:
-        """Write the part, and a table of the start of each record in it."""
         with self._manifest.transaction():
             self._manifest.execute("DROP TABLE IF EXISTS moved")
             self._manifest.execute(
@@ -337,7 +336,6 @@ def _changed_error(path: Path, problem: str) -> LostError:
 
 
 def _is_whole(fd: int, start: int, size: int, crc: int) -> bool:
-    """Whether a file has this record at this place."""
     found, n_read = 0, 0
     for piece in _pieces(fd, start, size):
         found, n_read = zlib.crc32(piece, found), n_read + len(piece)

@@ -54,7 +54,6 @@ class SlotChart:
     left, top, width = LEFT, 4.0, WIDTH
 
     def __init__(self, part: Part, n_slots: int, zero_s: float) -> None:
-        """Compute the scales; labels count from `zero_s`."""
         self.n_slots = n_slots
         self.axis = Axis(part.start_s, part.end_s, zero_s)
         self.stretch = self.stretch_of(part)
@@ -163,7 +162,6 @@ class DistributionChart:
     top, bottom = 46.0, 154.0
 
     def __init__(self, name: str, note: str, times: Percentiles, color: str) -> None:
-        """Compute the scales of at least one time."""
         self.name = self.title = name
         self.note, self.color, self.n = note, color, times.n
         pieces = _joined_buckets(times)
@@ -227,7 +225,6 @@ class LoadChart:
     width, height = 500.0, 222.0
 
     def __init__(self, title: str, series: Mapping[str, Sequence[Point]]) -> None:
-        """Compute the scales of at least one value."""
         self.title, self.series = title, series
         points = [point for line in series.values() for point in line]
         self.loads = sorted({point.load for point in points})

@@ -210,7 +210,6 @@ class RunRecorder:
     """
 
     def __init__(self, n_slots: int) -> None:
-        """Begin for an engine of `n_slots` slots, at least one."""
         if n_slots < 1:
             raise ConfigError(f"n_slots must be at least 1, not {n_slots}: give engine.parallel")
         self.n_slots = n_slots

@@ -107,7 +107,6 @@ def _make(args: argparse.Namespace) -> None:
 
 
 def _check(files: Sequence[Path], args: argparse.Namespace) -> None:
-    """Refuse what cannot end well, before anything is computed."""
     for file in files:
         if file.exists() and not args.force:
             raise ConfigError(f"{file} is there already; use --force to replace it")
@@ -119,7 +118,6 @@ def _check(files: Sequence[Path], args: argparse.Namespace) -> None:
 
 
 def _train(pieces: Sequence[str], args: argparse.Namespace) -> tuple[Weights, Weights]:
-    """Return the weights of the chat model and of its draft."""
     from cbatch.models.recipe.train import TrainingPlan, distil, train
 
     plan = TrainingPlan(args.tokens, n_threads=args.threads)
