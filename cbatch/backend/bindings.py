@@ -174,15 +174,15 @@ def build_name() -> str:
 
 def library_version() -> str:
     """Return the version of the library that is loaded, and of its ggml, as far as it tells them."""
-    return " ".join(filter(None, (_said("llama_version"), _ggml_version())))
+    return " ".join(filter(None, (said("llama_version"), _ggml_version())))
 
 
 def _ggml_version() -> str:
-    version, commit = _said("ggml_version"), _said("ggml_commit")
+    version, commit = said("ggml_version"), said("ggml_commit")
     return f"(ggml {version}, {commit})" if version else ""
 
 
-def _said(name: str) -> str:
+def said(name: str) -> str:
     """Return the text of a function without arguments; empty where the library has no such function."""
     function = getattr(llama_cpp.llama_cpp._lib, name, None)
     if function is None:

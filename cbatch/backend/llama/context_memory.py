@@ -48,7 +48,7 @@ class ContextMemory:
         self._found, self._n_slots, self._n_window = found, n_slots, n_window
         self._memory, self._is_on_device = found.capabilities, is_on_device
         self._n_wiped = n_window + n_pad_cells
-        self._keeps_places = keeps_places and found.has_window
+        self._keeps_places = keeps_places
         self._rules = PlanCheck(found.capabilities, n_slots, n_window)
         self.saved: dict[int, SavedState] = {}
         """States in host memory, by their keys."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -181,13 +181,7 @@ class LlamaApi:
         return NativeApi(
             size=ctypes.sizeof(NativeApi),
             abi=ABI_VERSION,
-            decode=address(self.decode),
-            get_logits_ith=address(self.get_logits_ith),
-            gomp_parallel=self.gomp_parallel,
-            synchronize=address(self.synchronize),
-            get_memory=address(self.get_memory),
-            memory_seq_rm=address(self.memory_seq_rm),
-            clock_ns=address(self.clock_ns),
+            **{f.name: address(getattr(self, f.name)) for f in fields(self)},
         )
 
 

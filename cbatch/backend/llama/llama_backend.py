@@ -193,7 +193,7 @@ class LlamaBackend:
             n_window=self.n_window,
             is_on_device=is_on_device,
             n_pad_cells=n_pad_cells(options),
-            keeps_places=options.exact,
+            keeps_places=options.exact and self.model.has_window,
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
         self._elastic = self._make_elastic()
@@ -215,7 +215,7 @@ class LlamaBackend:
             # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
             self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
         # with windows, cells are loaded into the places that they had only where their layout is known
-        can_save = self.memory.can_save and not (found.has_window and found.format is None)
+        can_save = self.memory.can_save and not (model.has_window and found.format is None)
         self.can_pad = found.can_cut or can_save
         """Whether pad rows leave what slots hold as it is."""
         if options.exact:  # without what is for pad rows
@@ -224,7 +224,7 @@ class LlamaBackend:
 
     def _make_cheaper_widths(self, found: FoundMemory) -> CheaperWidths | None:
         """Return what tries steps with pad rows; None where these are not known to be harmless."""
-        is_apart = self.memory.kind == "partitioned" and not found.has_window
+        is_apart = self.memory.kind == "partitioned" and not self.model.has_window
         is_harmless = is_apart and found.can_cut and found.is_pad_finite
         if not (self.tuning.may_widen and is_harmless) or self.options.exact or self._is_on_device:
             return None

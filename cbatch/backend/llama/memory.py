@@ -165,8 +165,6 @@ class FoundMemory:
     """How the context writes a state; None where the layout is not known."""
     can_cut: bool
     """Whether the last tokens of a sequence can be taken back, as long as it only grows: with sliding windows too."""
-    has_window: bool
-    """Whether layers have a sliding window: cells that have left it are not saved."""
     is_pad_finite: bool = False
     """Whether the cell of token 0, which pad rows compute, is known to hold no NaN and no infinity."""
 
@@ -205,7 +203,7 @@ def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMem
     # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
     can_cut = trial.is_cut and not model.has_states
     is_pad_finite = bool(format and trial.sample and _is_finite(format, trial.sample))
-    return FoundMemory(capabilities, trial.state, format, can_cut, trial.has_window, is_pad_finite)
+    return FoundMemory(capabilities, trial.state, format, can_cut, is_pad_finite)
 
 
 def _is_finite(format: SavedFormat, state: SavedState) -> bool:
@@ -248,8 +246,7 @@ class _MemoryTrial:
         self._decode(0, 2)
         self.saved, undisturbed = cells.save(0), self._decode(0, _N_KEPT)
         self.is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
-        self.has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
-        self.can_trim = self.is_cut and not self._model.has_states and not self.has_window
+        self.can_trim = self.is_cut and self._model.has_plain_cells
         self.can_copy = self.can_trim and last > 0 and self._copies(undisturbed)
         cells.trim(0, 0)
         if (n_first, cells.count(0)) != (1, 0):

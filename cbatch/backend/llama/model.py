@@ -152,6 +152,16 @@ class LlamaModel:
         )
 
     @property
+    def has_window(self) -> bool:
+        """Whether layers have a sliding window: cells that have left it are not saved."""
+        return bool(llama_cpp.llama_model_n_swa(self.pointer))
+
+    @property
+    def has_plain_cells(self) -> bool:
+        """Whether every layer keeps a cell of each token."""
+        return not (self.has_states or self.has_window)
+
+    @property
     def is_borrowed(self) -> bool:
         """Whether a `llama_cpp.Llama` owns it, which may have loaded its file in another way."""
         return self._owner is not None

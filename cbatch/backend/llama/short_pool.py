@@ -35,11 +35,10 @@ def may_have_short_pool(model: LlamaModel, options: EngineOptions) -> bool:
 
     llama.cpp chooses a model's rope factors by the cells of a context: both must have the same.
     """
-    has_plain_cells = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     types = {options.cache_type_k, options.cache_type_v}
     is_apart = options.kv == "partitioned" and options.n_slots > 1 and not options.exact
     n_cells = context_cells(model, options)
-    if not (is_apart and has_plain_cells and types == {"f16"} and n_cells >= 4 * N_CELLS):
+    if not (is_apart and model.has_plain_cells and types == {"f16"} and n_cells >= 4 * N_CELLS):
         return False
     return rope_factors(model, N_CELLS) == rope_factors(model, n_cells // options.n_slots)
 

@@ -207,14 +207,13 @@ def _has_gain(seen: TrialRound) -> bool:
 
 
 def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
-    is_plain = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     cells = {options.cache_type_k, options.cache_type_v}
     n_ctx = options.n_ctx and options.n_ctx // options.n_slots
     n_window = options.ctx_per_seq or n_ctx or DEFAULT_WINDOW
     n_heads = max(1, int(llama_cpp.llama_model_n_head(model.pointer)))
     n_bytes = 4 * n_heads * min(options.n_ubatch, options.n_batch) * n_window
     return (
-        is_plain
+        model.has_plain_cells
         and cells == {"f16"}
         and options.split_mode != "tensor"
         and options.kv != "unified"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import host_free
 from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB, EngineOptions
 from cbatch.support.logs import Log
@@ -41,7 +40,7 @@ def settle_checkpoints(
 
 def described_mib(model: LlamaModel, options: EngineOptions, *, n_unloaded: int) -> int | None:
     """Return the MiB that checkpoints of a model would get besides `n_unloaded` bytes of weights; None for no need."""
-    if not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer)):
+    if model.has_plain_cells:
         return None
     if options.checkpoint_mib is not None:
         return options.checkpoint_mib

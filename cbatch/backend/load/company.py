@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import context_cells
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
+from cbatch.backend.load.probe import CheckedSteps
 from cbatch.backend.load.survival import find_surviving
-from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.plan import Slot
 from cbatch.core.span import Span
 from cbatch.errors import EngineError
-from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -134,8 +133,8 @@ def _remembered(model: LlamaModel, options: EngineOptions) -> Tuning | None:
 
 def find_known(model: LlamaModel, options: EngineOptions) -> Tuning | None:
     """Return what is known without a trial; None where a trial has to tell."""
-    is_plain = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
-    if is_plain and model.architecture in _KNOWN and not _has_experts(model):
+    is_known = model.has_plain_cells and model.architecture in _KNOWN
+    if is_known and not _has_experts(model):
         said = f"together: {model.architecture} models give the same results in a batch as alone"
         return Tuning(options, said)
     return None
@@ -176,11 +175,11 @@ def _has_experts(model: LlamaModel) -> bool:
     return int(model.metadata.get(f"{model.architecture}.expert_count", 0)) > 0
 
 
-class _CompanyTrial:
+class _CompanyTrial(CheckedSteps):
     """Computes one of three texts in each slot: each text alone, token by token, then all slots together."""
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool], seed: int) -> None:
-        self._backend, self._is_stopped = backend, is_stopped
+        super().__init__(backend, is_stopped)
         self._n_prompts = [n for n, _ in zip(_N_PROMPTS, range(backend.n_slots), strict=False)]
         dice, n_vocab = random.Random(seed), backend.vocab.n_vocab
         # [0, n) prompt   [n, n + _N_DECODED) fed one by one
@@ -200,7 +199,7 @@ class _CompanyTrial:
                 raise
             return f"llama.cpp does not compute several sequences: {error}", False
         finally:
-            self._clear()
+            self.clear()
         limit = min(max(ROUNDING_GAIN * rounding, ROUNDING_LEAST), ROUNDING_MOST)
         for place, n, slot, logits in found:
             if _difference(alone[slot % len(alone)], logits) > limit:
@@ -217,14 +216,14 @@ class _CompanyTrial:
 
     def _token_by_token(self, i: int) -> list[Logits]:
         """Compute a sequence alone; return the logits after its prompt and after each token that follows."""
-        self._clear()
+        self.clear()
         found = []
         for position, token in enumerate(self._texts[i]):
             found += self._run([Span(Slot(i), position, (token,), has_output=True)])
         return found[self._n_prompts[i] - 1 :]
 
     def _whole(self, i: int) -> list[Logits]:
-        self._clear()
+        self.clear()
         prompt = self._texts[i][: self._n_prompts[i]]
         return self._run([Span(Slot(i), 0, prompt, has_output=True)])
 
@@ -235,7 +234,7 @@ class _CompanyTrial:
             its place (from 1), the number of slots, its slot, and the logits after its prompt and after each computed
             token that follows.
         """
-        self._clear()
+        self.clear()
         n_done = dict.fromkeys(slots, 0)
         found: dict[int, list[Logits]] = {slot: [] for slot in slots}
         for which in (slots[:2], slots, slots[1:], slots):
@@ -252,19 +251,9 @@ class _CompanyTrial:
             yield place, len(slots), slot, found[slot]
 
     def _run(self, chunks: Sequence[Span]) -> list[Logits]:
-        if self._is_stopped():
-            raise EngineError("it was stopped")
-        if not chunks:
-            return []
-        result = self._backend.run(StepPlan(tuple(chunks)))
-        if result.code:
-            raise EngineError(f"llama_decode returned {result.code}")
+        if chunks:
+            self.compute(chunks)
         return [self._backend.logits(chunk.slot) for chunk in chunks]
-
-    def _clear(self) -> None:
-        slots = [Slot(i) for i in range(self._backend.n_slots)]
-        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
-        self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))
 
 
 def _difference(alone: Sequence[Logits], found: Sequence[Logits]) -> float:

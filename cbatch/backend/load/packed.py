@@ -7,13 +7,12 @@ models of the process stay as they are.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cbatch.backend.bindings import build_name, llama_cpp
+from cbatch.backend.bindings import build_name, llama_cpp, said
 from cbatch.backend.host_limits import host_total
 from cbatch.backend.library_trial import wrong_answer
 from cbatch.backend.llama.fingerprint import model_parts
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 KERNELS = "packed 1"
 """Raised when the bits of a product change."""
 
-_KNOWN = frozenset({b"0.25.3"})
+_KNOWN = frozenset({"0.25.3"})
 """Versions of ggml whose types native/ggml_abi.h has; any other is tried in a process of its own first."""
 
 _N_TIMES, _N_PROCESSES = 3, 8
@@ -80,18 +79,12 @@ def why_unfit() -> str:
     """Return why this process has no packed weights; empty if it has. To be asked before llama.cpp loads a model."""
     if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
         return "llama.cpp uses AMX here"
-    version = getattr(llama_cpp.llama_cpp._lib, "ggml_version", None)
-    if version is None:
+    version = said("ggml_version")
+    if not version:
         return "this build of llama.cpp does not tell its version of ggml"
-    if not (_version() in _KNOWN or _is_sound()):
+    if not (version in _KNOWN or _is_sound()):
         return f"they do not fit this build of llama.cpp ({build_name()})"
     return _open()
-
-
-def _version() -> bytes:
-    function = llama_cpp.llama_cpp._lib.ggml_version
-    function.restype = ctypes.c_char_p
-    return bytes(function() or b"")
 
 
 def _open() -> str:

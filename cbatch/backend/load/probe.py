@@ -126,14 +126,35 @@ def _cause(way: str, model: LlamaModel, options: EngineOptions) -> str:
     return "a lone token takes other kernels than several; exact=True cuts all prompts alike"
 
 
-class Probe:
+class CheckedSteps:
+    """Runs steps of a backend of its own, one after another."""
+
+    def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool]) -> None:
+        self._backend, self._is_stopped = backend, is_stopped
+
+    def compute(self, chunks: Sequence[Span]) -> None:
+        """Run one step; an `EngineError` says that it failed, or that no more is to be run."""
+        if self._is_stopped():
+            raise EngineError("it was stopped")
+        result = self._backend.run(StepPlan(tuple(chunks)))
+        if result.code:
+            raise EngineError(f"llama_decode returned {result.code}")
+
+    def clear(self) -> None:
+        """Empty and bind every slot."""
+        slots = [Slot(i) for i in range(self._backend.n_slots)]
+        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
+        self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))
+
+
+class Probe(CheckedSteps):
     """Computes made-up sequences on a backend, alone and in company."""
 
     def __init__(
         self, backend: LlamaBackend, n_window: int, is_stopped: Callable[[], bool]
     ) -> None:
         """Take a backend of its own, the cells that a slot may have, and what says whether to stop."""
-        self._backend, self._is_stopped = backend, is_stopped
+        super().__init__(backend, is_stopped)
         dice = random.Random(1)
         n_vocab = backend.vocab.n_vocab
         n_prompt = min(_N_PROMPT, n_window - _N_DECODED - 2)
@@ -248,17 +269,7 @@ class Probe:
 
     def run(self, chunks: Sequence[Span], i_ours: int) -> Logits:
         """Run one step; return the logits of chunk `i_ours` (empty where it has no output)."""
-        if self._is_stopped():
-            raise EngineError("it was stopped")
-        result = self._backend.run(StepPlan(tuple(chunks)))
-        if result.code:
-            raise EngineError(f"llama_decode returned {result.code}")
+        self.compute(chunks)
         if not chunks[i_ours].has_output:
             return np.empty(0, np.float32)
         return self._backend.logits(chunks[i_ours].slot)
-
-    def clear(self) -> None:
-        """Empty and bind every slot."""
-        slots = [Slot(i) for i in range(self._backend.n_slots)]
-        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
-        self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))

@@ -29,6 +29,7 @@ from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
 from cbatch.media import shown_messages
 from cbatch.support.logs import Log
+from cbatch.support.prefix_index import n_common
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -297,12 +298,7 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
 def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many tokens of all prompts are also the beginning of another: these are computed once."""
     ordered = sorted(map(tuple, prompts))
-    return sum(_n_common(a, b) for a, b in pairwise(ordered))
-
-
-def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
-    n_shorter = min(len(a), len(b))
-    return next((i for i in range(n_shorter) if a[i] != b[i]), n_shorter)
+    return sum(n_common(a, b) for a, b in pairwise(ordered))
 
 
 def _n_needed(n_prompt: int, options: RunOptions) -> int:
