@@ -16,7 +16,7 @@ import numpy as np
 
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.quantiser import quantising
-from cbatch.bench.synthetic_shapes import BERTS, SHAPES, WEIGHT_TYPES, Shape
+from cbatch.bench.synthetic_shapes import BERTS, SHAPES, WEIGHT_TYPES, Shape, gguf_package
 from cbatch.bench.synthetic_tensors import (
     N_CONV,
     N_TOKEN_TYPES,
@@ -83,7 +83,7 @@ def write_model(
             if path.is_file()
             else f"{path} is not a regular file"
         )
-    writing = _Writing(_import_gguf(), shape, seed, show)
+    writing = _Writing(gguf_package("writing a model"), shape, seed, show)
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         real = Path(os.path.realpath(path))
@@ -112,14 +112,6 @@ def _check_room(path: Path, n_bytes: int) -> None:
         raise OutputError(
             path, f"needs about {n_bytes:,} bytes of disk, {n_free:,} are free: free some space"
         )
-
-
-def _import_gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError("writing a model needs the gguf package: pip install gguf") from error
-    return gguf  # type: ignore[no-any-return]
 
 
 class _Writing:

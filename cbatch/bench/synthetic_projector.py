@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from cbatch.bench.synthetic_shapes import gguf_package
 from cbatch.errors import ConfigError
 from cbatch.support.folders import part_beside, told
 
@@ -66,10 +67,7 @@ def write_projector(
     known = (*KINDS, *SOUND_KINDS, *MIXED_KINDS)
     if kind not in known:
         raise ConfigError(f"unknown kind of projector {kind!r}; known are {', '.join(known)}")
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError("writing a projector needs the gguf package: pip install gguf") from error
+    gguf = gguf_package("writing a projector")
     path = Path(path)
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)

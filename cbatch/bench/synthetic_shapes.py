@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, TypeAlias, get_args
 
 from cbatch.errors import ConfigError
@@ -298,3 +299,12 @@ differences, the others are for speed.
 Source: the `config.json` of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, all-MiniLM-L6-v2 and
 Qwen3-Embedding-0.6B, whose heads are wider, 128.
 """
+
+
+def gguf_package(what: str) -> ModuleType:
+    """Return the package that writes models; a `ConfigError` says that `what` needs it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the gguf package: pip install gguf") from error
+    return gguf  # type: ignore[no-any-return]

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.bench.synthetic_shapes import Shape
+from cbatch.bench.synthetic_shapes import Shape, gguf_package
 from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, TURN_END, UNK
-from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import ModuleType
 
     import numpy.typing as npt
     from gguf import GGUFReader, GGUFWriter
@@ -88,7 +86,7 @@ def write_gguf(
     Raises:
         ConfigError: the `gguf` package is not installed.
     """
-    gguf = _import_gguf()
+    gguf = gguf_package("the recipe")
     writer = gguf.GGUFWriter(path, "llama")
     _add_metadata(writer, shape, name)
     _add_tokenizer(writer, pieces)
@@ -118,7 +116,7 @@ def replace_template(path: Path, template: str) -> None:
     Raises:
         ConfigError: the `gguf` package is not installed.
     """
-    gguf = _import_gguf()
+    gguf = gguf_package("the recipe")
     reader = gguf.GGUFReader(path)
     field, data = reader.fields["tokenizer.chat_template"], path.read_bytes()
     length, text = field.parts[-2], field.parts[-1]
@@ -141,14 +139,6 @@ def write_digests(path: Path, files: Sequence[Path]) -> None:
     """Write the SHA-256 of each file by its name, as JSON."""
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     path.write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-
-
-def _import_gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError("the recipe needs the gguf package: pip install gguf") from error
-    return gguf  # type: ignore[no-any-return]
 
 
 def _add_metadata(writer: GGUFWriter, shape: Shape, name: str) -> None:
