@@ -82,6 +82,9 @@ _SETTINGS = (
         "Most waiting prompt tokens; requests beyond that get status 429.",
         "any number",
     ),
+    _setting(
+        "max_answers_mib", "Most MiB of answers in memory; beyond half, 429 for new requests."
+    ),
     _setting("max_body_mib", "Most MiB of a request, or of a whole message batch."),
     _setting(
         "cors_origin",

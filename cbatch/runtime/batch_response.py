@@ -209,6 +209,13 @@ class BatchResponse:
         """Chunks that an iteration gives out without waiting."""
         return self._mailbox.n_unread_chunks
 
+    def weigh(self, into: Callable[[int], object]) -> None:
+        """Have `into` called with about the bytes of output that has come, and of all that comes, from any thread.
+
+        What was given out counts too: it is kept until the item has ended, and its result until the end.
+        """
+        self._mailbox.weigh(into)
+
     def _wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
         try:
             return self._mailbox.wait(check_wait("timeout", timeout), n_most)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.progress import Counts
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
+from cbatch.runtime.output_size import size_of_chunk, size_of_result
 from cbatch.runtime.waking import Readers
 from cbatch.support.interrupts import HeldBack, note
 
@@ -176,6 +177,7 @@ class Mailbox:
         self._orders, self._log, self._engine = orders, log, engine
         self._is_fed = n_ahead is not None
         self._end_late: Callable[[Mailbox], object] | None = None
+        self._weigh: Callable[[int], object] | None = None
         self._results: dict[int, BatchResult] = {}
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
@@ -196,6 +198,8 @@ class Mailbox:
             self.items.set_aside(-len(more))
         if self._log is not None:
             self._log(results)
+        if self._weigh is not None:
+            self._weigh(self._size_of(chunks, [result for _, result in results]))
         with HeldBack():
             self._chunks.extend(chunks)
             for i, result in results:
@@ -204,6 +208,16 @@ class Mailbox:
             if results:  # at last: a reader that finds no item open takes what is there
                 self.items.end([result for _, result in results])
         self.readers.wake()
+
+    def weigh(self, into: Callable[[int], object]) -> None:
+        """Have `into` called with about the bytes of what has come, and of all that comes; from any thread."""
+        self._weigh = into
+        into(self._size_of([*self._chunks], [*self._results.values()]))
+
+    def _size_of(self, chunks: Sequence[BatchOutputChunk], results: Sequence[BatchResult]) -> int:
+        is_streamed = self.is_streamed  # else a chunk is its result once more
+        own = sum(map(size_of_chunk, chunks)) if is_streamed else 0
+        return own + sum(size_of_result(r, is_streamed=is_streamed) for r in results)
 
     def is_copy(self, prompt: BatchPrompt, options: RunOptions, place: int, id: str) -> bool:
         """Whether an item need not be computed, for it equals another: it gets that one's answer."""

@@ -248,6 +248,7 @@ class Answering:
             problem = error
         problem = problem or visit.problem
         if problem is not None and not self._is_done:
+            visit.response = None  # it is large, and to tell a slow reader takes long
             await self._tell(problem, self._stream)
 
     async def _work(self, visit: Visit, n_slots: int, tasks: TaskGroup) -> None:
@@ -291,6 +292,8 @@ class Answering:
                 desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
             response = await desk.in_thread(self._run)
         visit.response = response
+        if visit.held is not None:
+            response.weigh(visit.held.add)
         return response
 
     def _run_soon(self) -> BatchResponse | None:

@@ -18,6 +18,7 @@ from cbatch.server.batches import CLOSE_S, Batches
 from cbatch.server.call import fingerprint_of
 from cbatch.server.exchange import Exchange, Threads
 from cbatch.server.exposition import Exposition
+from cbatch.server.held_answers import HeldAnswer, HeldAnswers
 from cbatch.server.http_errors import (
     NO_WORKER,
     HttpProblemError,
@@ -78,12 +79,21 @@ class Visit:
     """Tokens of all prompts, where they were counted."""
     response: BatchResponse | None = None
     """What the engine does for the call, once it has it."""
+    held: HeldAnswer | None = None
+    """What is held of its answer."""
+    is_computed: bool = False
+    """Whether the engine has nothing more to do for it."""
+
+    def end(self, problem: HttpProblemError) -> None:
+        """End the call: its client gets `problem`. In the event loop."""
+        self.problem, self.is_computed = problem, True
+        self.scope.cancel()
 
     @property
     def n_open(self) -> int:
         """Sequences for the engine: none once it has answered all, however slowly they are read."""
         is_done = self.response is not None and not self.response.n_open
-        return 0 if is_done else self.n_sequences
+        return 0 if is_done or self.is_computed else self.n_sequences
 
     def n_waiting_tokens(self, n_before: int, n_slots: int) -> int:
         """Return the tokens of its prompts that have no slot, where `n_before` sequences come before its own."""
@@ -151,6 +161,7 @@ class Desk:
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: EngineQuestion[list[SlotState]] = EngineQuestion(engine.slots, clock)
         self.meters = Meters()
+        self.answers = HeldAnswers(settings.max_answers_mib)
         self.room = BatchRoom(engine)
         self.batches = self._opened_batches()
         self.exposition = Exposition(self.pulse, self.meters, self.model_name, self.batches)
@@ -255,18 +266,21 @@ class Desk:
         """Count a call for the block.
 
         Raises:
-            HttpProblemError: the queue has no room, no worker can be started, or the server is being stopped.
+            HttpProblemError: the queue has no room, or answers have none; no worker can be started, or the server is
+                being stopped.
         """
         if self.is_draining:
             raise draining()
         self._check_engine()
         if self.settings.max_queue is not None:
             self._check_queue(n_sequences, n_slots, self.settings.max_queue)
+        self.answers.check(self._wait_s(1, n_slots))
         visit = Visit(n_sequences, self.clock())
         self._visits[id(visit)] = visit
         self._count(n_sequences)
         try:
-            yield visit
+            with self.answers.held(visit.end) as visit.held:
+                yield visit
         finally:
             del self._visits[id(visit)]
             self._count(-n_sequences)
@@ -331,8 +345,7 @@ class Desk:
         """End every call that is being answered, and those whose bodies are still being read: clients get `problem`."""
         self._ended = problem
         for visit in self._visits.values():
-            visit.problem = problem
-            visit.scope.cancel()
+            visit.end(problem)
 
     # ---- health ----
 

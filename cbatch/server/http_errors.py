@@ -189,9 +189,29 @@ def whole_seconds(seconds: float) -> int:
 
 def queue_full(waiting: str, n_limit: int, seconds: int) -> HttpProblemError:
     """Return the problem of a request for which the queue has no room for about so many seconds."""
-    message = f"{waiting} wait already, of at most {n_limit}: try again later"
+    return _full(f"{waiting} wait already, of at most {n_limit}", seconds)
+
+
+def answers_full(n_mib: int, seconds: int) -> HttpProblemError:
+    """Return the problem of a request for whose answer there may be no room for some seconds."""
+    words = f"answers that wait for their clients take half of --max-answers-mib {n_mib}"
+    return _full(words, seconds)
+
+
+def too_much_held(n_mib: int) -> HttpProblemError:
+    """Return the problem of the call with the most of all answers that wait for their clients."""
+    words = (
+        f"answers that wait for their clients take more than --max-answers-mib {n_mib}, and this one the most of it: "
+        "read faster, or ask for less at once"
+    )
+    return HttpProblemError(503, words, "answers_full", headers=SOON)
+
+
+def _full(message: str, seconds: int) -> HttpProblemError:
     headers = {"retry-after": str(seconds)}
-    return HttpProblemError(429, message, "rate_limit_exceeded", headers=headers)
+    return HttpProblemError(
+        429, f"{message}: try again later", "rate_limit_exceeded", headers=headers
+    )
 
 
 def crowded() -> HttpProblemError:

@@ -63,6 +63,8 @@ class ServerSettings:
         max_body_mib: most mebibytes of a request's body.
         max_choices: most answers, prompts × n, of one call; with `choice_probs`, prompts × texts of `choice`;
             texts of a call for embeddings or scores.
+        max_answers_mib: most mebibytes of memory, about, for answers that are computed or wait for their clients. From
+            half of it on, new calls get status 429; above it, the call with the most is ended.
         body_timeout_s: seconds in which a request's body must arrive.
         status_after_s: seconds after which a stream's status is sent though nothing was computed yet; an error before
             has a status of its own.
@@ -92,6 +94,7 @@ class ServerSettings:
     max_queue_tokens: int | None = checked(check_int, 0, MAX_INT)
     max_body_mib: int = checked(check_int, 1, 1024, default=32)
     max_choices: int = checked(check_int, 1, MAX_INT, default=2048)
+    max_answers_mib: int = checked(check_int, 1, MAX_INT, default=2048)
     body_timeout_s: float = checked(check_seconds, default=60.0)
     status_after_s: float = checked(check_seconds, default=10.0)
     keep_alive_s: float = checked(check_float, 0.01, MAX_TIME_S, default=1.0)

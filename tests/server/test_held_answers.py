@@ -1,0 +1,144 @@
+"""Answers whose clients read slowly, or not at all, are bounded in sum: new calls are refused, the largest one ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from cbatch import Engine
+from cbatch.server.http_errors import HttpProblemError
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import CHAT, COMPLETIONS, PATIENCE_S, USER, fake_app
+from tests.server.test_large_bodies import Client
+from tests.server.test_vectors import vector_app
+from tests.worker.links import engine_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.applications import Starlette
+
+MIB = 2**20
+LARGE: dict[str, Any] = {
+    "messages": USER,
+    "n": 8,
+    "max_tokens": 90,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+"""Its answer takes about 2.5 MiB."""
+SMALL = {"messages": USER, "max_tokens": 2}
+
+
+class Deaf(Client):
+    """Takes nothing of its answer but the status."""
+
+    def __init__(self, path: str, body: Any) -> None:
+        super().__init__(path, body)
+        self.problem: HttpProblemError | None = None
+
+    @property
+    def status(self) -> int | None:
+        return self.sent[0]["status"] if self.sent else None
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if message["type"] == "http.response.body":
+            await anyio.sleep_forever()
+
+    async def ask(self, app: Starlette) -> None:
+        try:
+            await super().ask(app)
+        except HttpProblemError as error:
+            self.problem = error
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with anyio.fail_after(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+async def status_of(app: Starlette, body: Any) -> int:
+    client = Client(CHAT, body)
+    await client.ask(app)
+    status: int = client.sent[0]["status"]
+    return status
+
+
+@pytest.mark.parametrize("make", [Engine, engine_over])
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_is_refused_while_answers_wait(make: Callable[..., Engine], stream: bool) -> None:
+    async def main(app: Starlette) -> list[int]:
+        answers, deaf = app.state.desk.answers, Deaf(CHAT, {**LARGE, "stream": stream})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deaf.ask, app)
+            await until(lambda: answers.n_bytes > 2 * MIB)
+            found = [await status_of(app, SMALL)]
+            deaf.left.set()
+            await until(lambda: not answers.n_bytes)
+            tasks.cancel_scope.cancel()
+        return [*found, await status_of(app, SMALL)]
+
+    engine = make(GatedBackend(4, 256))
+    with fake_app(engine=engine, max_answers_mib=4) as app:
+        assert anyio.run(main, app) == [429, 200]
+
+
+@pytest.mark.parametrize("make", [Engine, engine_over])
+def test_answers_that_nobody_reads_are_bounded(make: Callable[..., Engine]) -> None:
+    backend = GatedBackend(4, 256, hold_at=0)
+
+    async def main(app: Starlette) -> list[Deaf]:
+        desk = app.state.desk
+        deaf = [Deaf(CHAT, {**LARGE, "stream": stream}) for stream in (False, True) * 4]
+        async with anyio.create_task_group() as tasks:
+            for client in deaf:
+                tasks.start_soon(client.ask, app)
+            await until(lambda: desk.n_visits == 8)
+            backend.release()
+            await until(lambda: not desk.n_open)
+            assert 0 < desk.answers.n_bytes <= 4 * MIB
+            tasks.cancel_scope.cancel()
+        return deaf
+
+    with fake_app(engine=make(backend), max_answers_mib=4) as app:
+        deaf = anyio.run(main, app)
+        assert not app.state.desk.answers.n_bytes
+    told = [str(c.sent) + str(c.problem and c.problem.message) for c in deaf]
+    assert sum("--max-answers-mib 4" in one for one in told) >= 5
+
+
+def test_vectors_that_wait_for_their_client_count() -> None:
+    async def main(app: Starlette) -> None:
+        desk, deaf = app.state.desk, Deaf("/v1/embeddings", {"input": ["ab"] * 2000})
+        with suppress(HttpProblemError):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(deaf.ask, app)
+                await until(lambda: len(deaf.sent) > 1)
+                assert desk.answers.n_bytes > 2000 * 100
+                assert not desk.n_open
+                tasks.cancel_scope.cancel()
+        assert not desk.answers.n_bytes
+
+    with vector_app() as app:
+        anyio.run(main, app)
+
+
+def test_small_answers_take_little() -> None:
+    asked = {"prompt": "ab", "max_tokens": 200, "ignore_eos": True}
+
+    async def main(app: Starlette) -> None:
+        desk, deaf = app.state.desk, Deaf(COMPLETIONS, asked)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deaf.ask, app)
+            await until(lambda: len(deaf.sent) > 1)
+            assert 0 < desk.answers.n_bytes < 2**14
+            tasks.cancel_scope.cancel()
+
+    with fake_app() as app:
+        anyio.run(main, app)
