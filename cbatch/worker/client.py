@@ -128,6 +128,8 @@ class Workers(Questions):
     def add(self, submission: Submission) -> None:
         """Send requests to workers. See `Runtime`."""
         self.check_open()
+        if submission.is_fed and not self.has_limit:
+            self.pool.wait_for_entry()
         given = self._encoded.of(submission.options)
         # a feed goes on at once, but where a worker has it wait for room
         is_awaited = submission.is_awaited and (self.has_limit or not submission.is_fed)

@@ -13,6 +13,7 @@ from msgspec import Raw, structs
 
 from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
 from cbatch.support.checks import MAX_INT, check_int
+from cbatch.support.garbage import uncollected
 from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.support.thread_start import started
 from cbatch.worker.framing import N_LINE_MAX, framed
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from cbatch.support.model_facts import ModelFacts
     from cbatch.worker.protocol_commands import ProtocolCommand
     from cbatch.worker.requests import Asked
+
+
+_N_LARGE = 2**14
+"""Bytes of a frame from which on its values are many: no garbage is collected while they are made. Our choice."""
 
 
 class Link(Protocol):
@@ -124,6 +129,8 @@ class Connection:
             raise EngineError(f"a worker ended before it was ready: {cause}") from None
         self.requests: dict[str, Asked] = {}
         """What it has in flight, by id, in order of sending; for the client to keep."""
+        self.n_entering = 0
+        """Messages with requests that it has not answered. With the lock of its pool."""
         self.is_giving = False
         """Whether it is asked to give requests back."""
         self.stats: EngineStats | None = None
@@ -248,7 +255,7 @@ class Connection:
             elif self._failure is not None:
                 raise self._failure
             elif (frame := next(self.frames, None)) is not None:
-                yield decode(frame, Frame)
+                yield _read(frame)
             else:
                 return
 
@@ -267,7 +274,7 @@ class Connection:
     def _read_aside(self) -> None:
         try:
             while (frame := next(self.frames, None)) is not None:
-                said = decode(frame, Frame)
+                said = _read(frame)
                 replies, said.replies = said.replies, []
                 for answer in replies:
                     self.settle(answer)
@@ -304,6 +311,14 @@ class Connection:
             replies, self._replies = self._replies, {}
         for reply in replies.values():
             reply.settle(None, WorkerDiedError(cause))
+
+
+def _read(data: bytes) -> Frame:
+    """Return what a frame says. Raises a ConfigError where it cannot be read."""
+    if len(data) < _N_LARGE:
+        return decode(data, Frame)
+    with uncollected():
+        return decode(data, Frame)
 
 
 def _message_of(command: ProtocolCommand) -> bytes:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, TokenLogprob
-from cbatch.worker.wire import encode, told_result
+from cbatch.worker.wire import (
+    N_PART,
+    ResultPart,
+    encode,
+    encode_frame,
+    n_first_part,
+    n_logprobs,
+    parted,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from cbatch.worker.framing import FrameSink
 
-N_FRAME_BYTES = 2**20
-"""About the bytes after which a frame has no more values. Our choice."""
+N_FRAME_BYTES = 2**18
+"""About the bytes after which a frame has no more values: a reader takes some milliseconds for it. Our choice."""
 
 N_ANSWERS_MAX = 1000
 """Replies and errors that may wait before no more lines are read. Our choice."""
@@ -30,7 +39,7 @@ N_EVENTS_MAX = 10_000
 
 _SOON_S = 0.01
 
-_OUTPUT = ("admitted", "chunks", "results", "steps", "logs")
+_OUTPUT = ("admitted", "chunks", "parts", "results", "steps", "logs")
 _REPLIES = ("errors", "replies")
 _ANSWERS = (*_REPLIES, "died")
 _KINDS = (*_OUTPUT, *_ANSWERS)
@@ -40,11 +49,16 @@ class Outbox:
     """Collects output, replies and events for one reader. Every method from any thread.
 
     A frame has lists by kind, which a reader takes in the order of `wire.Frame`. Chunks of one answer that wait are one
-    chunk, so no more waits than the answers and N_EVENTS_MAX events.
+    chunk, so no more waits than the answers and N_EVENTS_MAX events. Long ones are cut, so that no frame is long.
     """
 
     def __init__(
-        self, sink: FrameSink, on_left: Callable[[], object], credit: int | None = None
+        self,
+        sink: FrameSink,
+        on_left: Callable[[], object],
+        credit: int | None = None,
+        *,
+        takes_parts: bool = False,
     ) -> None:
         """Start to write.
 
@@ -52,7 +66,9 @@ class Outbox:
             sink: takes one frame after the other, and may wait.
             on_left: called once, where the reader has left: nothing more is kept for it.
             credit: the bytes that may be written before `grant`, but for replies and errors; None for any number.
+            takes_parts: whether the reader takes the log-probabilities of a large result in parts, before it.
         """
+        self._takes_parts = takes_parts
         self._sink, self._on_left, self._credit = sink, on_left, credit
         self._has_left = self._is_closed = False
         self._changed = threading.Condition()
@@ -104,7 +120,7 @@ class Outbox:
         may_write = self._credit is None or self._credit > 0
         if may_write and self._sink.is_ready() and self._writing.acquire(timeout=_SOON_S):
             try:
-                if self._write(self._sink.write_at_once, self._encoded({kind: values})):
+                if self._write(self._sink.write_at_once, encode({kind: values}, self._sink.frames)):
                     return
             finally:
                 self._writing.release()
@@ -161,6 +177,8 @@ class Outbox:
         frame: dict[str, list[Any]] = {}
         with self._changed:
             self._changed.wait_for(self._has_work)
+            if self._must_part("results"):
+                self._part_next()
             n_left = N_FRAME_BYTES
             if self._credit is not None and not self._is_closed:
                 n_left = min(self._credit, n_left)
@@ -169,13 +187,24 @@ class Outbox:
                     n_left = N_FRAME_BYTES  # answers need no credit
                 values = frame[kind] = []
                 size_of = _SIZES.get(kind, _size_of_other)
-                while self._has(kind) and n_left > 0:
+                while self._has(kind) and n_left > 0 and not self._must_part(kind):
                     values.append(self._next(kind))
                     n_left -= size_of(values[-1])
                 if self._has(kind):  # what comes after it in a frame comes after it in the next
                     break
             self._changed.notify_all()  # there may be room
         return {kind: values for kind, values in frame.items() if values} or None
+
+    def _must_part(self, kind: str) -> bool:
+        """Whether the next value is a large result, before which its log-probabilities come."""
+        if kind != "results" or not (self._takes_parts and self._has(kind)):
+            return False
+        return _n_logprobs_of(self._waiting[kind][0]) > N_PART
+
+    def _part_next(self) -> None:
+        results = self._waiting["results"]
+        parts, results[0] = parted(results[0])
+        self._waiting["parts"].extend(parts)
 
     def _has(self, kind: str) -> bool:
         return bool(self._chunks if kind == "chunks" else self._waiting[kind])
@@ -188,20 +217,19 @@ class Outbox:
             if kind in _REPLIES:
                 self._n_answer_bytes -= _size_of_reply(value)
             return value
-        held = self._chunks.pop(next(iter(self._chunks)))
-        return held.chunk() if isinstance(held, _Merged) else held
+        key = next(iter(self._chunks))
+        held = self._chunks.pop(key)
+        first, rest = _cut(held.chunk() if isinstance(held, _Merged) else held)
+        if rest is not None:
+            self._chunks[key] = rest
+        return first
 
     def _has_work(self) -> bool:
         may_write = self._credit is None or self._credit > 0
         return self._is_closed or any(map(self._has, _KINDS if may_write else _ANSWERS))
 
     def _send(self, frame: dict[str, list[Any]]) -> None:
-        if results := frame.get("results"):
-            frame["results"] = [*map(told_result, results)]
-        self._write(self._sink.write, self._encoded(frame))
-
-    def _encoded(self, frame: Mapping[str, Sequence[Any]]) -> bytes:
-        return encode(frame, self._sink.frames)
+        self._write(self._sink.write, encode_frame(frame, self._sink.frames))
 
     def _write(self, write: Callable[[bytes], object], line: bytes) -> object:
         """Write a frame, which uses up credit, unless the reader has left; note that it has."""
@@ -260,6 +288,27 @@ class _Merged:
         return BatchOutputChunk(self._id, text, tokens, index, reason, content, thought, scores)
 
 
+def _cut(chunk: BatchOutputChunk) -> tuple[BatchOutputChunk, BatchOutputChunk | None]:
+    """Return what comes at once of a chunk, and the rest, if there is one: tokens alone, and the end."""
+    scores, tokens = chunk.logprobs or (), chunk.token_ids
+    n = n_first_part(scores)
+    if n == len(scores) or len(scores) != len(tokens):
+        return chunk, None
+    first = replace(
+        chunk, token_ids=tokens[:n], logprobs=scores[:n], finish_reason=None, error=None
+    )
+    rest = replace(
+        chunk, text="", content="", reasoning="", token_ids=tokens[n:], logprobs=scores[n:]
+    )
+    return first, rest
+
+
+def _n_logprobs_of(result: BatchResult) -> int:
+    """Return how many log-probabilities a result has, alternatives and those of its choices counted."""
+    own = n_logprobs(result.logprobs) + n_logprobs(result.prompt_logprobs)
+    return own + sum(map(_n_logprobs_of, result.choices))
+
+
 def _size_of_chunk(chunk: BatchOutputChunk) -> int:
     parts = "" if chunk.content is chunk.text else chunk.content + chunk.reasoning
     own = 32 + len(chunk.text) + len(parts) + 8 * len(chunk.token_ids)
@@ -272,8 +321,12 @@ def _size_of_result(result: BatchResult) -> int:
     return own + sum(map(_size_of_result, result.choices))
 
 
+def _size_of_part(part: ResultPart) -> int:
+    return 32 + _size_of_logprobs(part.tokens)
+
+
 def _size_of_logprobs(found: Sequence[TokenLogprob | None] | None) -> int:
-    return 40 * sum(1 + len(token.top) for token in found or () if token)
+    return 40 * n_logprobs(found)
 
 
 def _size_of_other(_: object) -> int:
@@ -290,6 +343,7 @@ def _size_of_reply(reply: Any) -> int:
 
 _SIZES: dict[str, Callable[[Any], int]] = {
     "chunks": _size_of_chunk,
+    "parts": _size_of_part,
     "results": _size_of_result,
     "replies": _size_of_reply,
 }

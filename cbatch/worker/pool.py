@@ -73,6 +73,10 @@ N_USELESS_MAX = 10
 With the pauses of `BACK_OFF_S`, about a minute and the time of the starts: longer than a passing lack of memory.
 """
 
+N_ENTERING_MAX = 64
+"""Messages with requests that a worker has not answered, from which on feeds wait: what others ask of it stands behind
+these. Our choice: about ten milliseconds of its time."""
+
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
 
@@ -129,6 +133,8 @@ class Pool:
         self.routing = Routing()
         self._changed = Sleepers()
         """Threads that wait for a worker."""
+        self._entrance = Sleepers()
+        """Feeds that wait until workers have answered others."""
         self._is_loaded = False
         self._n_failed = 0
         """Starts that have failed since a worker last ran, for whatever reason."""
@@ -316,6 +322,14 @@ class Pool:
             if is_awaited:
                 self._await(new)
 
+    def wait_for_entry(self) -> None:
+        """Wait, as a feed, while every worker has many requests to enter: other calls get turns between."""
+        self._entrance.wait_for(self._has_entry)
+
+    def _has_entry(self) -> bool:
+        ready = self.ready
+        return self.is_closing or not ready or any(c.n_entering < N_ENTERING_MAX for c in ready)
+
     def enter(self, new: Sequence[Asked]) -> Callable[[], None]:
         """Send requests; return what waits for the words of workers, and raises their error."""
         with self._forgotten_if_it_raises(new):
@@ -477,15 +491,20 @@ class Pool:
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
         for group, message in in_messages(some, time.perf_counter()):
-            reply = connection.ask(message, then=partial(self._entered, group))
+            connection.n_entering += 1
+            reply = connection.ask(message, then=partial(self._entered, connection, group))
             for asked in group:
                 asked.reply = reply
         for asked in some:
             if asked.n_resumed is not None:
                 connection.post(resume_of(asked.id, asked.n_resumed))
 
-    def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
+    def _entered(self, connection: Connection, group: Sequence[Asked], reply: Reply) -> None:
         """End requests that a worker has refused, where nobody waits for its answer."""
+        with self.lock():
+            connection.n_entering -= 1
+        if connection.n_entering <= N_ENTERING_MAX // 2:
+            self._entrance.wake()
         error = reply.error
         if error is None or isinstance(error, WorkerDiedError):
             return
@@ -540,7 +559,8 @@ class Pool:
                 parcels.setdefault(asked.target, ([], []))[0].extend(asked.hear(chunk))
             for asked in ended:
                 self._drop(asked)
-        for asked, result in ended.items():
+        for asked, said_result in ended.items():
+            result = asked.shared(said_result)
             chunks, results = parcels.setdefault(asked.target, ([], []))
             last = asked.last_chunks(result)
             asked.count_ends(len(last))
@@ -558,6 +578,9 @@ class Pool:
     ) -> tuple[list[tuple[Asked, BatchOutputChunk]], dict[Asked, BatchResult]]:
         """Return the chunks and results that a frame has of requests of this worker."""
         requests = connection.requests
+        for part in said.parts:
+            if (asked := requests.get(part.id)) is not None:
+                asked.parts.append(part)
         heard = [
             (asked, asked.read_chunk(chunk))
             for chunk in said.chunks
@@ -725,6 +748,7 @@ class Pool:
         if not self._is_loaded:
             return
         self.is_closing = True
+        self._entrance.wake()
         cause = EngineClosedError(f"the engine stopped: {error}")
         cause.__cause__ = error
         if self.on_end is not None:
@@ -751,6 +775,7 @@ class Pool:
         for connection in ready:
             connection.tell(Close())
         self._changed.wake()
+        self._entrance.wake()
         self._join(_LAST_S if within_s is None else within_s)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, None)

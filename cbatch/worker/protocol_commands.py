@@ -50,6 +50,8 @@ class Hello(Struct, forbid_unknown_fields=True, kw_only=True):
     frames: Frames = "lines"
     credit: Count | None = None
     """Bytes that the client takes before it grants more; None for any number."""
+    parts: bool = False
+    """Whether the client takes the log-probabilities of a large result in parts, in frames before it."""
     log_level: Annotated[int, Meta(ge=0, le=100)] = logging.WARNING
     load: LoadCommand | None = None
 

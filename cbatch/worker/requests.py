@@ -13,10 +13,25 @@ from msgspec import Raw, structs
 from cbatch.core.request import Request
 from cbatch.errors import CBatchError, ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
-from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
+from cbatch.response import (
+    BatchOutputChunk,
+    BatchResult,
+    FinishReason,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from cbatch.runtime.output import Origin
 from cbatch.worker.protocol_commands import Extend, HeardResult, RunCommand
-from cbatch.worker.wire import WireItem, as_text, encode_call, heard_result, told_options
+from cbatch.worker.wire import (
+    ResultPart,
+    WireItem,
+    as_text,
+    encode_call,
+    heard_result,
+    joined,
+    told_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,6 +124,10 @@ class Asked:
     """What its reader has got."""
     ended: set[int] = field(default_factory=set)
     """The choices of which it has got the last chunk."""
+    request: Request | None = None
+    """What results come from, once there is one: made once, for its options may be large."""
+    parts: list[ResultPart] = field(default_factory=list)
+    """What has come of a result that comes later."""
 
     @classmethod
     def of(cls, submission: Submission, given: Raw) -> Iterator[Asked]:
@@ -251,7 +270,7 @@ class Asked:
     def leave_worker(self) -> None:
         """Be without a worker, as if it had not been sent."""
         self.is_unwanted_waiting = self.is_unwanted_waiting and not self.has_begun
-        self.worker, self.reply, self.has_begun = None, None, False
+        self.worker, self.reply, self.has_begun, self.parts = None, None, False, []
 
     def pause(self) -> bool:
         """Note that it is to be paused; return whether it was not."""
@@ -309,22 +328,29 @@ class Asked:
     # ---- from a worker ----
 
     def origin_of(self, result: BatchResult, number: int, owner: str) -> SentOrigin:
-        """Return where a result comes from: this request, or one of its choices."""
+        """Return where a result comes from: this request, or one of its choices, which share all but their seeds."""
+        worker = "" if self.worker is None else self.worker.key
+        request = self.request or self._request(result.seed, owner)
+        self.request = request
+        if result.seed != request.sampling.seed:
+            request = replace(request, sampling=replace(request.sampling, seed=result.seed))
+        return SentOrigin(
+            request, number, result.token_ids, result.finish_reason, result.usage, worker
+        )
+
+    def _request(self, seed: int, owner: str) -> Request:
+        """Return what each of its results continues."""
         options = RunOptions.of(self.prompt.options).over(self.options)
         if options.n is not None or options.best_of is not None:
             options = replace(options, n=None, best_of=None)
-        worker = "" if self.worker is None else self.worker.key
-        request = Request(
+        return Request(
             self.id,
             self.prompt,
             options,
-            options.sampling({}, result.seed),
+            options.sampling({}, seed),
             n_logprobs=options.n_logprobs,
             n_prompt_logprobs=options.n_prompt_logprobs,
             owner=owner,
-        )
-        return SentOrigin(
-            request, number, result.token_ids, result.finish_reason, result.usage, worker
         )
 
     def read_chunk(self, said: BatchOutputChunk) -> BatchOutputChunk:
@@ -360,10 +386,26 @@ class Asked:
 
     def read_result(self, said: BatchResult, owner: str) -> BatchResult:
         """Return the result that its worker sends. Raises a ConfigError where it can be none of this request."""
+        said, self.parts = joined(said, self.parts), []
         result = heard_result(said, self.id, partial(self.origin_of, owner=owner))
         if len(result.choices) > self.n_choices:
             raise ConfigError(f"{len(result.choices)} choices, but {self.n_choices} were asked for")
         return result
+
+    def shared(self, result: BatchResult) -> BatchResult:
+        """Return its result with the log-probabilities of chunks that its reader has got, not with equal ones."""
+        scores: dict[int, list[TokenLogprob]] = {}
+        for chunk in self.heard:
+            if chunk.logprobs:
+                scores.setdefault(chunk.index, []).extend(chunk.logprobs)
+        if not scores:
+            return result
+        choices = tuple(_with(c, scores.get(i, ())) for i, c in enumerate(result.choices))
+        own = (s for c, s in zip(result.choices, choices, strict=True) if _has_same(c, result))
+        first = next(own, None)
+        found = _with(result, scores.get(0, ())) if not choices else result
+        logprobs = found.logprobs if first is None else first.logprobs
+        return replace(found, choices=choices, logprobs=logprobs)
 
     def last_chunks(self, result: BatchResult) -> list[BatchOutputChunk]:
         """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
@@ -416,6 +458,16 @@ class Asked:
             reasoning="".join(chunk.reasoning for chunk in heard),
             logprobs=tuple(token for found in scores for token in found) if scores else None,
         )
+
+
+def _with(result: BatchResult, scores: Sequence[TokenLogprob]) -> BatchResult:
+    """Return a result with these log-probabilities, where they are all of its own."""
+    is_all = result.logprobs is not None and len(result.logprobs) == len(scores)
+    return replace(result, logprobs=tuple(scores)) if is_all else result
+
+
+def _has_same(choice: BatchResult, result: BatchResult) -> bool:
+    return choice.logprobs is not None and choice.logprobs is result.logprobs
 
 
 _TOO_EARLY = "cancelled before it got a slot"

@@ -86,7 +86,7 @@ def hello_of(
     except ConfigError:
         load = LoadCommand(text=as_text(load))
     log_level = logging.getLogger("cbatch").getEffectiveLevel()
-    return Hello(cbatch=VERSION, frames="msgpack", log_level=log_level, load=load)
+    return Hello(cbatch=VERSION, frames="msgpack", parts=True, log_level=log_level, load=load)
 
 
 def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> None:
@@ -167,7 +167,7 @@ def serve(
         frames.write(encode(_ready(runtime, hello.frames), hello.frames))
     except OSError:
         return SessionEnd.LEFT
-    outbox = Outbox(frames, lambda: host.leave(), hello.credit)
+    outbox = Outbox(frames, lambda: host.leave(), hello.credit, takes_parts=hello.parts)
     host = Host(runtime, outbox, options, hello.frames)
     lines = read_messages(source, hello.frames)
     reader = threading.Thread(target=host.read, args=(lines,), name="cbatch-lines", daemon=True)

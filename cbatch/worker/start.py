@@ -169,7 +169,7 @@ class SocketLink:
             self._output.close()
             self._socket.close()
             raise
-        self.send(first_line(Hello(cbatch=VERSION, frames="msgpack")))
+        self.send(first_line(Hello(cbatch=VERSION, frames="msgpack", parts=True)))
 
     def send(self, message: bytes) -> None:
         """Send a message; where the worker does not read, behind the caller's back."""

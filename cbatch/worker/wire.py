@@ -5,10 +5,10 @@ from __future__ import annotations
 import builtins
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -24,7 +24,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.response import BatchOutputChunk, BatchResult
+from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob
 from cbatch.runtime.output import Origin
 from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
@@ -296,11 +296,26 @@ class WireAnswer(Struct, array_like=True):
     error: CBatchError | None = None
 
 
+class ResultPart(Struct, array_like=True):
+    """Log-probabilities of a result that comes later without them; those of one place come in order."""
+
+    id: str
+    places: list[int]
+    """The choices that have them; THE_RESULT is the result itself."""
+    of_prompt: bool
+    tokens: list[TokenLogprob | None]
+
+
+THE_RESULT = -1
+"""The place of a result among its choices."""
+
+
 class Frame(Struct):
     """What a worker says at once; a reader takes the kinds in this order."""
 
     admitted: list[str] = []
     chunks: list[BatchOutputChunk] = []
+    parts: list[ResultPart] = []
     results: list[BatchResult] = []
     steps: list[StepRecord] = []
     logs: list[LogLine] = []
@@ -323,11 +338,115 @@ class Ready(Struct, omit_defaults=True, kw_only=True):
     error: CBatchError | None = None
 
 
-def told_result(result: BatchResult) -> BatchResult:
-    """Return a result as it is told: of its origin the number of its sequence."""
+def told_result(
+    result: BatchResult, scores: Callable[[_Scores | None], Any] = lambda found: found
+) -> BatchResult:
+    """Return a result as it is told: of its origin the number of its sequence; `scores` tells its log-probabilities."""
     number = result.origin.number if isinstance(result.origin, Origin) else None
-    choices = tuple(map(told_result, result.choices))
-    return replace(result, origin=number, choices=choices)
+    choices = tuple(told_result(choice, scores) for choice in result.choices)
+    found, of_prompt = scores(result.logprobs), scores(result.prompt_logprobs)
+    return replace(
+        result, origin=number, choices=choices, logprobs=found, prompt_logprobs=of_prompt
+    )
+
+
+def encode_frame(frame: Mapping[str, Sequence[Any]], frames: Frames) -> bytes:
+    """Return a frame as it is written; no other thread waits long for it, however long results are."""
+    scores = partial(encoded_scores, frames=frames)
+    results = frame.get("results", ())
+    told = [told_result(result, scores) for result in results]
+    try:
+        return _ENCODERS[frames]({**frame, "results": told} if told else frame)
+    except (UnicodeEncodeError, OverflowError):  # what is encoded cannot be cleaned
+        told = [told_result(result) for result in results]
+        return encode({**frame, "results": told} if told else frame, frames)
+
+
+N_PART = 2**12
+"""Log-probabilities of a part, alternatives counted: it takes a few milliseconds to write or to read. Our choice."""
+
+_Scores: TypeAlias = "Sequence[TokenLogprob | None]"
+
+
+def n_logprobs(found: _Scores | None) -> int:
+    """Return how many log-probabilities there are, alternatives counted."""
+    return sum(1 + len(token.top) for token in found or () if token)
+
+
+def n_first_part(found: _Scores) -> int:
+    """Return how many of the first tokens make a part: all, or about N_PART log-probabilities."""
+    n = 0
+    for i, token in enumerate(found):
+        n += 1 + len(token.top) if token else 1
+        if n >= N_PART:
+            return i + 1
+    return len(found)
+
+
+def encoded_scores(found: _Scores | None, frames: Frames) -> object:
+    """Return log-probabilities as they are told; many are encoded in pieces, between which other threads run."""
+    if found is None or n_first_part(found) == len(found):
+        return found
+    pieces: list[bytes] = []
+    left: _Scores = found
+    while left:
+        n = n_first_part(left)
+        piece = _ENCODERS[frames](left[:n])
+        pieces.append(piece[1:-1] if frames == "lines" else piece[1 if n < 16 else 3 :])
+        left = left[n:]
+    if frames == "lines":
+        return Raw(b"[" + b",".join(pieces) + b"]")
+    return Raw(b"\xdd" + len(found).to_bytes(4, "big") + b"".join(pieces))
+
+
+def parted(result: BatchResult) -> tuple[list[ResultPart], BatchResult]:
+    """Return a result's log-probabilities in parts, and the result without; those that it has twice are told once."""
+    at = {THE_RESULT: result, **dict(enumerate(result.choices))}
+    parts: list[ResultPart] = []
+    for of_prompt in (False, True):
+        lists = {i: _scores_of(one, of_prompt=of_prompt) for i, one in at.items()}
+        places: dict[int, list[int]] = {}
+        for i, found in lists.items():
+            places.setdefault(id(found), []).append(i)
+        for same in places.values():
+            left = lists[same[0]] or ()
+            while left:
+                n = n_first_part(left)
+                parts.append(ResultPart(result.id, same, of_prompt, [*left[:n]]))
+                left = left[n:]
+    choices = tuple(map(_bare, result.choices))
+    return parts, replace(_bare(result), choices=choices)
+
+
+def _scores_of(result: BatchResult, *, of_prompt: bool) -> _Scores | None:
+    return result.prompt_logprobs if of_prompt else result.logprobs
+
+
+def _bare(result: BatchResult) -> BatchResult:
+    """Return a result without log-probabilities, as one that has none of those that were asked for."""
+    logprobs, of_prompt = (
+        None if s is None else () for s in (result.logprobs, result.prompt_logprobs)
+    )
+    return replace(result, logprobs=logprobs, prompt_logprobs=of_prompt)
+
+
+def joined(result: BatchResult, parts: Sequence[ResultPart]) -> BatchResult:
+    """Return a result with its parts. Raises a ConfigError where one belongs to a choice that is not there."""
+    lists: dict[tuple[bool, tuple[int, ...]], list[Any]] = {}
+    for part in parts:
+        lists.setdefault((part.of_prompt, tuple(part.places)), []).extend(part.tokens)
+    found: dict[int, dict[str, Any]] = {}
+    for (of_prompt, places), tokens in lists.items():
+        scores = tuple(tokens)
+        for i in places:
+            found.setdefault(i, {})["prompt_logprobs" if of_prompt else "logprobs"] = scores
+    own = found.pop(THE_RESULT, {})
+    if any(not 0 <= i < len(result.choices) for i in found):
+        raise ConfigError(f"parts of choices {[*found]}, but there are {len(result.choices)}")
+    choices = tuple(
+        replace(c, **found[i]) if i in found else c for i, c in enumerate(result.choices)
+    )
+    return replace(result, choices=choices, **own)
 
 
 def heard_result(

@@ -43,7 +43,9 @@ class ThreadLink:
         self._closing = threading.Lock()
         self.runtime = make()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        said = Hello(**{"cbatch": VERSION, "frames": "msgpack", "log_level": 100, **hello})
+        said = Hello(
+            **{"cbatch": VERSION, "frames": "msgpack", "parts": True, "log_level": 100, **hello}
+        )
         self._thread.start()
         if not is_silent:
             self.send(first_line(said))

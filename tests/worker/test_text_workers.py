@@ -12,12 +12,18 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import fake_vector
 from cbatch.errors import PromptError, RequestCancelledError, TextTooLongError, UnsupportedTaskError
-from cbatch.worker.pool import Pool
+from cbatch.response import BatchError
+from cbatch.runtime.local import LocalRuntime
+from cbatch.worker.pool import N_ENTERING_MAX, Pool
+from tests.places import wait_until
+from tests.runtime.backends import PATIENCE_S, in_thread, runtime_of
 from tests.worker.links import Launches, MortalBackend, engine_over
 from tests.worker.programs import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cbatch.runtime.interface import Submission
 
 
 def unit(text: str) -> Any:
@@ -143,3 +149,44 @@ def test_program_gets_vectors_as_base64() -> None:
         program.send("run", n=1, items=items, texts={"dimensions": 0})
         [[_, _, error]] = program.read_until("replies")["replies"]
         assert error["type"] == "ConfigError"
+
+
+def test_few_texts_stand_before_what_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, enter = threading.Event(), LocalRuntime.enter
+
+    def late(runtime: LocalRuntime, submission: Submission) -> Any:
+        gate.wait(PATIENCE_S)
+        return enter(runtime, submission)
+
+    with engine_over(FakeBackend(2, 64)) as engine:
+        assert engine.embed(["red"]).array().shape == (1, 8)
+        monkeypatch.setattr(LocalRuntime, "enter", late)
+        responses = [engine.embed(f"{i} {k}" for i in range(300)) for k in range(3)]
+        pool = runtime_of(engine).pool
+        wait_until(lambda: len(pool._entrance) == 3)
+        assert N_ENTERING_MAX <= pool.ready[0].n_entering <= N_ENTERING_MAX + 3
+        asked = in_thread(lambda: engine.tokenize("red"))
+        gate.set()
+        assert asked() == engine.tokenize("red")
+        assert [response.array().shape for response in responses] == [(300, 8)] * 3
+        assert not pool.ready[0].n_entering
+
+
+def test_feeds_that_wait_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, enter = threading.Event(), LocalRuntime.enter
+
+    def late(runtime: LocalRuntime, submission: Submission) -> Any:
+        gate.wait(PATIENCE_S)
+        return enter(runtime, submission)
+
+    monkeypatch.setattr(LocalRuntime, "enter", late)
+    with engine_over(FakeBackend(2, 64)) as engine:
+        response = engine.embed(str(i) for i in range(300))
+        pool = runtime_of(engine).pool
+        wait_until(lambda: len(pool._entrance) == 1)
+        closing = in_thread(engine.close)
+        wait_until(lambda: not len(pool._entrance))
+        gate.set()
+        closing()
+        with pytest.raises(BatchError, match="ended after 65: EngineClosedError"):
+            response.results()

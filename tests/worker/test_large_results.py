@@ -1,0 +1,164 @@
+"""Results with many log-probabilities: what a client keeps of them is shared, and no frame is long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from cbatch import ConfigError, Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.response import Timings
+from cbatch.runtime.output import Origin
+from cbatch.worker import connection, wire
+from cbatch.worker.outbox import N_FRAME_BYTES
+from tests.places import item, text_of
+from tests.runtime.backends import all_results
+from tests.worker.links import engine_over
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch import BatchResult
+
+MANY: dict[str, Any] = {
+    "max_tokens": 200,
+    "ignore_eos": True,
+    "seed": 1,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "n": 4,
+}
+SCORED: dict[str, Any] = {**MANY, "n": 2, "max_tokens": 3, "prompt_logprobs": 20}
+
+
+TIMES = Timings(0.0, None, 0.0, None, None)
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(4, 1024)
+
+
+def alone(result: BatchResult) -> BatchResult:
+    """A result without what differs from run to run."""
+    choices = tuple(map(alone, result.choices))
+    return replace(result, choices=choices, timings=TIMES)
+
+
+@pytest.fixture
+def sizes() -> Iterator[list[int]]:
+    """The bytes of each frame that a client reads."""
+    found: list[int] = []
+    read = connection._read
+
+    def noted(data: bytes) -> wire.Frame:
+        found.append(len(data))
+        return read(data)
+
+    with patch.object(connection, "_read", noted):
+        yield found
+
+
+@pytest.mark.parametrize(
+    "options", [MANY, {**MANY, "n": 1}, SCORED, {**MANY, "n": 2, "best_of": 3}]
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_large_result_comes_whole_in_short_frames(
+    options: dict[str, Any], streamed: bool, sizes: list[int]
+) -> None:
+    prompts = [item(text_of(300), "a", **options), item(text_of(9), "b", max_tokens=5, seed=1)]
+    with Engine(backend()) as here, engine_over(backend()) as there:
+        ours, theirs = (all_results(e.run(prompts, streamed=streamed)) for e in (here, there))
+    is_equal = [*map(alone, theirs)] == [*map(alone, ours)]
+    assert is_equal  # all that differs would be long
+    assert max(sizes) < 2 * N_FRAME_BYTES
+
+
+def test_long_chunk_comes_in_short_frames(sizes: list[int]) -> None:
+    echoed = item(text_of(800), "a", **{**MANY, "n": 1, "max_tokens": 3, "echo": True})
+    with Engine(backend()) as here, engine_over(backend()) as there:
+        ours, theirs = ([*e.run([echoed], streamed=True)] for e in (here, there))
+        [result] = all_results(here.run([echoed]))
+    for chunks in (ours, theirs):
+        assert "".join(chunk.text for chunk in chunks) == result.text
+        assert sum((chunk.token_ids for chunk in chunks), ()) == result.token_ids
+        assert [t.top for c in chunks for t in c.logprobs or ()] == [
+            t.top for t in result.logprobs or ()
+        ]
+        assert [c.finish_reason for c in chunks if c.finish_reason] == ["length"]
+    assert max(sizes) < 2 * N_FRAME_BYTES
+
+
+def test_results_of_one_request_share_its_options() -> None:
+    asked = item(
+        text_of(3), "a", **{**MANY, "max_tokens": 1}, logit_bias=dict.fromkeys(range(99), 1)
+    )
+    with engine_over(backend()) as engine:
+        [result] = all_results(engine.run([asked]))
+        origins = [choice.origin for choice in result.choices]
+        [more] = all_results(engine.extend(result.choices[2], 2))
+    requests = [origin.request for origin in origins if isinstance(origin, Origin)]
+    assert len({id(request.options) for request in requests}) == 1
+    assert len({id(request.sampling.logit_bias) for request in requests}) == 1
+    assert [request.sampling.seed for request in requests] == [1, 2, 3, 4]
+    assert more.seed == 3
+
+
+def test_streamed_result_shares_the_scores_of_its_chunks() -> None:
+    with engine_over(backend()) as engine:
+        response = engine.run([item(text_of(3), "a", **{**MANY, "max_tokens": 3})], streamed=True)
+        chunks = [*response]
+        [result] = all_results(response)
+    for i, choice in enumerate(result.choices):
+        of_chunks = [t for c in chunks if c.index == i for t in c.logprobs or ()]
+        assert [*map(id, choice.logprobs or ())] == [*map(id, of_chunks)]
+
+
+def test_scores_that_a_result_has_twice_are_told_once() -> None:
+    with Engine(backend()) as engine:
+        [result] = all_results(engine.run([item(text_of(3), "a", **MANY)]))
+    parts, bare = wire.parted(result)
+    assert result.logprobs is result.choices[0].logprobs
+    assert sum(wire.n_logprobs(part.tokens) for part in parts) == 4 * 200 * 21
+    found = wire.joined(bare, parts)
+    assert found == result
+    assert found.logprobs is found.choices[0].logprobs
+
+
+def test_part_of_no_choice_is_refused() -> None:
+    with Engine(backend()) as engine:
+        [result] = all_results(engine.run([item(text_of(3), "a", max_tokens=1)]))
+    with pytest.raises(ConfigError, match="parts of choices"):
+        wire.joined(result, [wire.ResultPart("a", [0], of_prompt=False, tokens=[])])
+
+
+@pytest.mark.parametrize("frames", ["lines", "msgpack"])
+@pytest.mark.parametrize("text", ["text", "half a pair: \ud800"])
+def test_other_client_gets_a_large_result_whole(frames: wire.Frames, text: str) -> None:
+    with Engine(backend()) as engine:
+        [result] = all_results(
+            engine.run([item(text_of(300), "a", **{**SCORED, "max_tokens": 200})])
+        )
+    result = replace(result, text=text)
+    frame: dict[str, Any] = {"results": [result], "replies": [(1, None)]}
+    told = {**frame, "results": [wire.told_result(result)]}
+    read = wire.reader(Any, frames)
+    is_equal = read(wire.encode_frame(frame, frames)) == read(wire.encode(told, frames))
+    assert is_equal  # all that differs would be long
+
+
+def test_no_piece_of_an_encoded_result_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, n_told = wire._ENCODERS["lines"], list[int]()
+
+    def noted(value: Any) -> bytes:
+        n_told.append(wire.n_logprobs(value) if isinstance(value, tuple) else 0)
+        return encode(value)
+
+    monkeypatch.setattr(wire, "_ENCODERS", {"lines": noted})
+    with Engine(backend()) as engine:
+        [result] = all_results(engine.run([item(text_of(3), "a", **MANY)]))
+    wire.encode_frame({"results": [result]}, "lines")
+    assert sum(n_told) == 5 * 200 * 21
+    assert max(n_told) < 2 * wire.N_PART
