@@ -6,13 +6,15 @@ that makes a run durable is here: lines in bounded memory, the journal, the orde
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
 
 from cbatch.chat.vector_calls import CALLS, EmbedCall
 from cbatch.engine import run_options_of
@@ -389,6 +391,15 @@ class ServedBatch:
             return Journal(OutputSpec(self.places.answers, _MANIFEST, self.places.errors))
 
 
+class _Named(Struct):
+    """What is read of a line of answers or errors: all else may be long, and is passed over."""
+
+    custom_id: Raw
+
+
+_id_of = msgspec.json.Decoder(_Named).decode
+
+
 def _keep_whole_lines(path: Path) -> int:
     """Remove what is no line of ours from a file of answers or errors; return the lines that stay."""
     n_lines = 0
@@ -401,7 +412,7 @@ def _keep_whole_lines(path: Path) -> int:
 
 
 def _is_ours(line: bytes) -> bool:
-    with suppress(ValueError):
-        found = json.loads(line)
-        return line.endswith(b"\n") and isinstance(found, dict) and "custom_id" in found
+    with suppress(msgspec.MsgspecError):
+        _id_of(line)
+        return line.endswith(b"\n")
     return False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Raw, Struct
 
 from cbatch.chat.vector_calls import CALLS as VECTOR_CALLS
 from cbatch.chat.vector_calls import VectorCall, VectorPrompt, error_in
@@ -130,15 +132,39 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
     return ask
 
 
+class _CountedBody(Struct):
+    usage: dict[str, Any]
+
+
+class _CountedReply(Struct):
+    body: _CountedBody | list[Raw]
+
+
+class _AnswerLine(Struct):
+    """What is read of a line of answers: all else may be tens of megabytes, and is passed over."""
+
+    response: _CountedReply
+
+
+class _ErrorLine(Struct):
+    """What is read of a line of errors."""
+
+    response: Raw
+
+
+_answer_of = msgspec.json.Decoder(_AnswerLine).decode
+_error_of = msgspec.json.Decoder(_ErrorLine).decode
+
+
 def usage_of(answers: Path) -> dict[str, Any]:
     """Return the tokens of a file of answers, by the names of OpenAI's batches."""
     n: Counter[str] = Counter()
     with answers.open("rb") as lines:
         for line in lines:
-            body = json.loads(line)["response"]["body"]
+            body = _answer_of(line).response.body
             if isinstance(body, list):  # scores as TEI tells them, without tokens
                 continue
-            usage = body["usage"]
+            usage = body.usage
             is_response = "input_tokens" in usage
             given, made = ("input", "output") if is_response else ("prompt", "completion")
             n["input"] += usage[f"{given}_tokens"]
@@ -182,7 +208,7 @@ def _check(call: Call, settings: ServerSettings) -> None:
 def n_never_ran_in(errors: Path) -> int:
     """Return how many lines of a file of errors are of requests that were not asked."""
     with errors.open("rb") as lines:
-        return sum(json.loads(line)["response"] is None for line in lines)
+        return sum(bytes(_error_of(line).response) == b"null" for line in lines)
 
 
 def _refusal(problem: HttpProblemError, endpoint: str) -> ServedReply:

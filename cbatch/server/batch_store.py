@@ -35,7 +35,7 @@ from cbatch.server.batch_index import (
     open_index,
     storable_now,
 )
-from cbatch.server.files_folder import FilesFolder, is_full
+from cbatch.server.files_folder import FilesFolder, is_full, limit_told
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
 from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
@@ -100,7 +100,8 @@ class BatchStore:
             self._folder = FilesFolder(folder)
             with ExitStack() as opened:
                 opened.callback(self._folder.close)
-                self._db = open_index(self._folder)
+                with limit_told(self._folder.index):
+                    self._db = open_index(self._folder)
                 opened.callback(self._db.close)
                 self._folder.watch(self._folder.index)
                 self._tidy()
@@ -388,20 +389,24 @@ class BatchStore:
             self._check_open()
             self._folder.check()
             try:
-                self._db.execute(query, values)
-            except sqlite3.OperationalError as error:
+                self._execute(query, *values)
+            except (OSError, sqlite3.OperationalError) as error:
                 if not is_full(error):
                     raise
                 self._folder.give_reserve()
                 with suppress(sqlite3.OperationalError):
                     self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._db.execute(query, values)
+                self._execute(query, *values)
+
+    def _execute(self, query: str, *values: object) -> None:
+        with limit_told(self._folder.index):
+            self._db.execute(query, values)
 
     def _drop(self, table: str, id: str) -> None:
         """Remove a row. If the disk has no room even for that, hide the row until the next start."""
         try:
             self._write(f"DELETE FROM {table} WHERE id = ?", id)
-        except sqlite3.OperationalError as error:
+        except (OSError, sqlite3.OperationalError) as error:
             if not is_full(error):
                 raise
             with self._lock:

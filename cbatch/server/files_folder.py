@@ -15,12 +15,12 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Container, Iterable
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cbatch.errors import ConfigError, OutputError
-from cbatch.support.folders import sync_folder
+from cbatch.support.folders import sync_folder, system_error_of
 from cbatch.support.logs import Log
 
 _log = Log("cbatch.server")
@@ -47,12 +47,25 @@ _N_NAMED = 5
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, means that the disk is full."""
+    """Whether an error, or one of its causes, means that the disk is full, or a file as large as it may be."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, sqlite3.OperationalError):
         return "full" in str(error)
     return isinstance(error, OutputError) and is_full(error.__cause__)
+
+
+@contextmanager
+def limit_told(database: Path) -> Iterator[None]:
+    """Raise SQLite's error of a file that may not grow (`ulimit -f`) as the system has it."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        places = (database.with_name(database.name + ending) for ending in ("", "-wal", "-journal"))
+        found = system_error_of(error, *places)
+        if found is error:
+            raise
+        raise found from error
 
 
 class FilesFolder:

@@ -48,6 +48,15 @@ def way_out(*paths: Path) -> str:
     return _WAYS_OUT[errno.EFBIG] if is_at_limit else ""
 
 
+def system_error_of(error: Exception, *paths: Path) -> Exception:
+    """Return an error of SQLite as the system has it if one of its files may not grow: SQLite has no word for that."""
+    if "I/O" not in str(error) or not way_out(*paths):
+        return error
+    found = OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(paths[0]))
+    found.__cause__ = error
+    return found
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk: files last as long as their names."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

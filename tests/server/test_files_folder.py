@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import shutil
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
+from cbatch.files.output.manifest import Manifest
 from cbatch.server import create_app
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_store import BatchStore, Page
+from cbatch.server.files_folder import is_full
 from tests.profiles import examples
 from tests.runtime.backends import GatedBackend
 from tests.server import test_message_batches as messages
@@ -37,7 +40,7 @@ from tests.server.kept import (
 from tests.server.test_message_batches import BATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from starlette.applications import Starlette
@@ -383,6 +386,32 @@ def test_batch_on_a_full_disk_says_why_it_waits_and_can_be_cancelled(
         full.update(has_none=False)
         if batch["status"] == "in_progress":
             assert call(app, f"/v1/batches/{id}/cancel", method="POST").status_code == 200
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_index_that_may_not_grow_is_a_full_disk(folder: Path) -> None:
+    with kept_app(folder.parent) as app:
+        with files_of_at_most(4096):
+            refused = upload(app, b"x")
+        assert upload(app, b"x").status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "insufficient_storage")
+
+
+def test_manifest_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "m", tmp_path / "out.jsonl")
+    with closing(manifest), files_of_at_most(4096), pytest.raises(OutputError) as told:
+        manifest.set_settings({str(i): "x" * 4096 for i in range(99)})
+    assert is_full(told.value)
+    assert "ulimit -f" in str(told.value)
 
 
 # ---- any damage ----

@@ -18,6 +18,7 @@ from cbatch.errors import ConfigError, OutputError
 from cbatch.files.input.item import bytes_of
 from cbatch.files.output import durable as disk
 from cbatch.files.places import status_of
+from cbatch.support.folders import system_error_of
 
 GONE = 2**40
 """Added to the number of a record whose item is not in the input any more, which orders it after all others."""
@@ -242,7 +243,7 @@ class Manifest:
         try:
             return self._db.execute(statement, values)
         except sqlite3.DatabaseError as error:
-            raise self._failed(error) from error
+            raise self._failed(error) from self._cause_of(error)
 
     def rows(self, statement: str, *values: object) -> Generator[Any]:
         """Yield the rows of one statement one by one; errors as of `execute`.
@@ -252,14 +253,14 @@ class Manifest:
         try:
             yield from self.execute(statement, *values)
         except sqlite3.DatabaseError as error:
-            raise self._failed(error) from error
+            raise self._failed(error) from self._cause_of(error)
 
     def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Run one statement for each row; errors as of `execute`."""
         try:
             self._db.executemany(statement, rows)
         except sqlite3.DatabaseError as error:
-            raise self._failed(error) from error
+            raise self._failed(error) from self._cause_of(error)
 
     @contextmanager
     def transaction(self, *, is_durable: bool = False) -> Iterator[None]:
@@ -310,6 +311,9 @@ class Manifest:
         if isinstance(error, sqlite3.OperationalError):
             return OutputError(self.path, disk.refusal_of(error, *files_of_manifest(self.path)))
         return _damaged(self._home, error)
+
+    def _cause_of(self, error: sqlite3.DatabaseError) -> Exception:
+        return system_error_of(error, *files_of_manifest(self.path))
 
     # ---- settings, files, records ----
 
