@@ -494,9 +494,15 @@ class SequenceDriver:
         if guidance is not FREE or is_broken:
             self._follow(guidance, now, sampled[-1] if is_broken else None)
 
-    def take_scores(self, start: int, scores: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take the scores of the tokens from `start + 1` on; if one is NaN, end the sequence and return False."""
-        if self.scores is None or self.scores.take(start, scores):
+    def take_scores(self, span: Span, scores: Sequence[TokenLogprobs], now: float) -> bool:
+        """Take the scores of a span's targets; if one is NaN or missing, end the sequence and return False."""
+        if len(scores) != len(span.targets):
+            words = (
+                f"internal error: {len(span.targets)} tokens were to be scored, {len(scores)} were"
+            )
+            self.finish("error", now, RequestFailedError(words))
+            return False
+        if self.scores is None or self.scores.take(span.start, scores):
             return True
         self._fail_row(now, BROKEN_ROW)
         return False

@@ -469,8 +469,8 @@ class ContinuousBatchScheduler:
             else:
                 n_prompt += n_inputs
                 n_before += n_inputs * (n_computed + n_inputs / 2)
-            scores = result.scores.get(span.slot)
-            if scores and not driver.take_scores(span.start, scores, now):
+            scores = result.scores.get(span.slot, ())
+            if span.targets and not driver.take_scores(span, scores, now):
                 finished.append(driver)
                 continue
             if failure := result.failures.get(span.slot):

@@ -50,11 +50,20 @@ class Span:
         """Whether the first input is a row of a picture."""
         return self.inputs[0] >= FIRST_PICTURE
 
+    def part(self, first: int, end: int) -> Span:
+        """Return the inputs `first` to `end`, with their targets; the last input has the output."""
+        return Span(
+            self.slot,
+            self.start + first,
+            self.inputs[first:end],
+            self.has_output and end == len(self.inputs),
+            self.targets[first:end],
+        )
+
     def split(self) -> tuple[Span, Span]:
-        """Split off the last input, which has the output, into a second span; only for spans without targets."""
-        end = self.start + len(self.inputs) - 1
-        before = Span(self.slot, self.start, self.inputs[:-1], has_output=False)
-        return before, Span(self.slot, end, self.inputs[-1:], has_output=self.has_output)
+        """Split off the last input, which has the output, into a second span."""
+        last = len(self.inputs) - 1
+        return self.part(0, last), self.part(last, last + 1)
 
 
 @dataclass(frozen=True, slots=True)

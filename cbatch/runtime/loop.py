@@ -22,7 +22,14 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.row_comparison import RowComparison, check_comparable, check_room, compare_rows
 from cbatch.runtime.side_work import SideWork
 from cbatch.runtime.step_record import StepRecord, record_of
-from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_for_program, is_locked_here
+from cbatch.support.interrupts import (
+    HeldBack,
+    Latch,
+    Postponed,
+    Sleepers,
+    is_for_program,
+    is_locked_here,
+)
 from cbatch.support.logs import HeldLogs, Log, is_handling
 from cbatch.support.thread_start import started
 
@@ -51,6 +58,9 @@ _REST_AFTER_S = 0.05
 
 _LONGEST_DOZE_S = 0.05
 """Without an owner thread, other threads may take a turn meanwhile and find work."""
+
+_N_CALLS = 100
+"""Calls, one in another, that a step has room for in the caller's thread: more than it needs."""
 
 
 class Loop:
@@ -361,7 +371,8 @@ class Loop:
 
     def start(self) -> None:
         """Start the owner thread. Raises a NoThreadError."""
-        self._thread = started(self._run, "cbatch")
+        with HeldBack():
+            self._thread = started(self._run, "cbatch")
 
     def _run(self) -> None:
         try:
@@ -405,6 +416,7 @@ class Loop:
         """
         self.check_open()
         self.check_wait()
+        _check_depth(_N_CALLS)
         with self._turn():
             self.check_open()
             try:
@@ -564,3 +576,9 @@ class Loop:
         error = EngineClosedError(f"the engine stopped: {words_of(cause)}")
         error.__cause__ = cause
         return error
+
+
+def _check_depth(n_calls: int) -> None:
+    """Raise a `RecursionError` if `n_calls` more calls are too many, because one amid a step would end the engine."""
+    if n_calls:
+        _check_depth(n_calls - 1)

@@ -11,6 +11,7 @@ from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import NoThreadError
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.taken_cores import my_cores
 from cbatch.support.thread_start import started
 
@@ -58,7 +59,10 @@ class WorkThread:
     def do(self, work: Callable[[], object], rank: int = 0) -> None:
         """Have work done; what it raises is lost where there is a thread."""
         if self._is_threaded and self._thread is None:
-            with self._starting:
+            with (
+                HeldBack(),
+                self._starting,
+            ):  # a thread that is started is known, so that it can be ended
                 if self._thread is None:
                     self._start()
         if self._is_threaded:

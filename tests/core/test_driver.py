@@ -13,7 +13,7 @@ import pytest
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Slot, TokenLogprobs
-from cbatch.core.span import N_TARGETS_MAX, PromptCuts
+from cbatch.core.span import N_TARGETS_MAX, PromptCuts, Span
 from cbatch.errors import (
     PromptTooLongError,
     RequestFailedError,
@@ -221,11 +221,32 @@ def test_scores_begin_where_they_are_asked_for(start: int | None) -> None:
 def test_chunk_that_cannot_be_cut_scores_all_and_keeps_the_wanted() -> None:
     driver = make_scored(3, 0, 4)
     assert driver.scores is not None
-    assert list(driver.span(Slot(0), 0, 5).targets) == [1, 2, 3, 4, 5]
+    span = driver.span(Slot(0), 0, 5)
+    assert list(span.targets) == [1, 2, 3, 4, 5]
     scores = [TokenLogprobs(math.nan), *(TokenLogprobs(-float(i)) for i in range(1, 5))]
-    assert driver.take_scores(0, scores, 1.0)
+    assert driver.take_scores(span, scores, 1.0)
     assert [score.logprob for score in driver.scores.found] == [-3.0, -4.0]
     assert not driver.is_scoring
+
+
+@pytest.mark.parametrize("n_scores", [0, 2, 4])
+def test_score_that_a_backend_left_out_ends_the_request_with_an_error(n_scores: int) -> None:
+    driver = make_scored(0, 0)
+    span = driver.span(Slot(0), 0, 3)
+    assert not driver.take_scores(span, [TokenLogprobs(-1.0)] * n_scores, 1.0)
+    assert isinstance(driver.error, RequestFailedError)
+    assert f"3 tokens were to be scored, {n_scores} were" in str(driver.error)
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_part_of_a_span_has_its_targets_and_the_last_one_the_output(first: int) -> None:
+    whole = Span(Slot(1), 5, (10, 11, 12), has_output=True, targets=(11, 12))
+    ends = [(first, 2), (2, 3)] if first < 2 else [(2, 3)]
+    parts = [whole.part(*place) for place in ends]
+    assert [list(part.inputs) for part in parts] == [[10, 11, 12][a:b] for a, b in ends]
+    assert [list(part.targets) for part in parts] == [[11, 12][a:b] for a, b in ends]
+    assert [part.start for part in parts] == [5 + a for a, _ in ends]
+    assert [part.has_output for part in parts] == [b == 3 for _, b in ends]
 
 
 def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:

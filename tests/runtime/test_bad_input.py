@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -416,3 +418,27 @@ def test_model_whose_own_sampling_is_out_of_range_still_runs(synth: SynthFactory
     path = synth("test", metadata={"general.sampling.temp": 1e9, "general.sampling.top_k": 7})
     with cbatch.load(path, **SMALL) as engine:
         assert all_results(engine.run([HI], options={"max_tokens": 2}))[0].error is None
+
+
+def test_call_from_deep_in_a_recursion_fails_alone() -> None:
+    options = {"max_tokens": 4, "ignore_eos": True}
+    with Engine(FakeBackend(2, 64, 16), threaded=False) as engine:
+        other = engine.run(["other"], options={**options, "max_tokens": 40})
+        n_failed = 0
+        for n_left in range(200, 0, -5):
+
+            def call(n_calls: int) -> object:
+                return (
+                    call(n_calls - 1)
+                    if n_calls
+                    else all_results(engine.run(["a"], options=options))
+                )
+
+            try:
+                call(sys.getrecursionlimit() - len(inspect.stack(0)) - n_left)
+            except (RecursionError, ConfigError):
+                n_failed += 1
+        assert n_failed > 10
+        [result] = all_results(engine.run(["b"], options=options))
+        assert result.finish_reason == "length"
+        assert len(all_results(other)) == 1

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +23,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import EngineClosedError
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.local import LocalRuntime
+from cbatch.runtime.work_thread import WorkThread
 from cbatch.support.interrupts import HeldBack, Latch, Postponed, run_async
 from tests import interrupt_runs
 from tests.kinds import Reason, each_kind, engine_on, no_pool
@@ -522,6 +523,22 @@ def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
             [result] = all_results(engine.run([own]))
             assert result.finish_reason == "length"
             n_line += lines_apart(2)
+    assert n_line > 10
+
+
+def test_ctrl_c_at_any_line_of_the_first_work_starts_one_thread() -> None:
+    n_line, is_struck = 0, True
+    while is_struck:
+        done: list[int] = []
+        work = WorkThread(f"struck {n_line}", is_threaded=True)
+        with suppress(KeyboardInterrupt):
+            is_struck = struck_at_line(n_line, lambda: work.do(bool), signal.SIGINT)  # noqa: B023
+        work.do(partial(done.append, n_line))
+        n_threads = sum(t.name == f"struck {n_line}" for t in threading.enumerate())
+        assert n_threads == 1, "close() would end one of them, and wait for the other"
+        work.close()
+        assert done == [n_line]
+        n_line += 1
     assert n_line > 10
 
 

@@ -107,13 +107,11 @@ def _seeing_all(ctx: Any, *, is_on: bool) -> Iterator[None]:
 
 
 def _parts(chunk: Span) -> Iterator[Span]:
-    """Yield the parts of a chunk: tokens, or rows of one picture; the last one has the output."""
-    start, left = chunk.start, len(chunk.inputs)
+    """Yield the parts of a chunk: tokens, or rows of one picture."""
+    end = 0
     for _, group in groupby(enumerate(chunk.inputs), _run_of):
-        tokens = [token for _, token in group]
-        left -= len(tokens)
-        yield Span(chunk.slot, start, tokens, has_output=chunk.has_output and not left)
-        start += len(tokens)
+        first, end = end, end + len([*group])
+        yield chunk.part(first, end)
 
 
 def _run_of(placed: tuple[int, int]) -> tuple[int, int]:

@@ -272,7 +272,8 @@ def _joined(
         tokens.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
         if result.logprobs:
             reports.update((c.slot, p) for c, p in zip(group, result.logprobs, strict=True))
-        scores.update(result.scores)
+        for slot, found in result.scores.items():
+            scores[slot] = [*scores.get(slot, ()), *found]
         failures.update(result.failures)
     decode_s, sample_s = sum(r.decode_s for r in results), sum(r.sample_s for r in results)
     return StepResult(

@@ -22,6 +22,7 @@ from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.support.folders import told
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class PipeItems:
 
     def _next(self, timeout_s: float | None) -> Item | None:
         if self._thread is None:
-            self._thread = started(self._read, "cbatch-pipe")
+            with HeldBack():
+                self._thread = started(self._read, "cbatch-pipe")
         item = self._came.get(timeout=timeout_s)
         if item is None or isinstance(item, BaseException):
             self._came.put(item)  # for the next call

@@ -173,6 +173,19 @@ def test_bad_picture_fails_its_own_request(seeing: cbatch.Engine, data: bytes, w
         raise bad.error
 
 
+def test_text_beside_a_picture_has_the_scores_that_it_has_alone(seeing: cbatch.Engine) -> None:
+    text = BatchPrompt(tokens=[3 + i % 200 for i in range(150)], options={"prompt_logprobs": 0})
+    seeing.run([chat(png(1), "what?")], options=GREEDY).results()  # its rows are kept
+    alone = seeing.run([text], options={"max_tokens": 1}).results()[0]
+    for i in range(3):
+        shown = BatchPrompt(chat(f"{i} is", png(1), "what?"))
+        _, beside = seeing.run([shown, text], options=GREEDY).results()
+        assert beside.prompt_logprobs is not None
+        assert alone.prompt_logprobs is not None
+        found = zip(beside.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True)
+        assert all(a and b and abs(a.logprob - b.logprob) < 0.1 for a, b in found)
+
+
 @pytest.mark.parametrize("data", [photo(5000)[:-9000], b"no picture"])
 def test_error_of_a_picture_keeps_nothing_of_it_in_memory(
     seeing: cbatch.Engine, data: bytes
