@@ -177,7 +177,9 @@ class AnswerParts:
                 self._read(is_end=is_end)
                 if is_end or self._written.is_worthwhile:
                     self._written.join()
-                    self._split(is_end=is_end)
+                    if self._splitter is None:
+                        self._splitter = self._reader.splitter(self._parts, self.tail)
+                    self._splitter.advance(self._written, is_end=is_end)
         except Exception as error:  # a request gets its text, whatever the model wrote
             self._is_broken = True
             self._parts.warnings.append(f"the answer could not be taken apart: {error!r}")
@@ -188,11 +190,6 @@ class AnswerParts:
         if self._is_broken:
             self._parts.text += self._stream.parts[self._n_read :]
             self._n_read = len(self._stream.parts)
-
-    def _split(self, *, is_end: bool) -> None:
-        if self._splitter is None:
-            self._splitter = self._reader.splitter(self._parts, self.tail)
-        self._splitter.advance(self._written, is_end=is_end)
 
     def _read(self, *, is_end: bool) -> None:
         """Write out what is new, control tokens at their places."""

@@ -201,9 +201,11 @@ class Lines:
     ) -> None:
         """Enter a request into a free slot. Raises a LineError where it does not fit."""
         self._check_window(id, len(tokens), n_total)
-        key = f"{id}.{slot}.{self._slots.epoch(slot)}"
+        key = f"{id}.{slot}.{self._slots.epochs[slot]}"
         self._machine.start(key, tokens, n_total, quantum, slot)
-        request = SlotRequest(id, slot, self._slots.epoch(slot), key, len(tokens), n_total, quantum)
+        request = SlotRequest(
+            id, slot, self._slots.epochs[slot], key, len(tokens), n_total, quantum
+        )
         request.n_due = min(quantum or n_total, n_total)
         request.tokens.extend(tokens)
         self._slots.enter(request)
@@ -212,7 +214,7 @@ class Lines:
 
     def _check_free(self, id: int, slot: int) -> None:
         self._check_slot(id, slot)
-        owner = self._slots.owner(slot)
+        owner = self._slots.owners[slot]
         if owner is not None:
             raise LineError(id, f"slot {slot} has request {owner.id}, which is active")
         if not self._is_tagged and self._slots.active:
@@ -260,7 +262,7 @@ class Lines:
             replace(
                 old,
                 key=key,
-                epoch=self._slots.epoch(old.slot),
+                epoch=self._slots.epochs[old.slot],
                 n_total=old.n_emitted + n_tokens,
                 n_skip=old.n_emitted,
                 n_due=n_due,

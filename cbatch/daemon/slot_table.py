@@ -56,8 +56,10 @@ class SlotTable:
     """The slots with their active requests and their epochs, and a cursor that goes round over them."""
 
     def __init__(self, n_slots: int) -> None:
-        self._owners: list[SlotRequest | None] = [None] * n_slots
-        self._epochs = [0] * n_slots
+        self.owners: list[SlotRequest | None] = [None] * n_slots
+        """The active request of each slot."""
+        self.epochs = [0] * n_slots
+        """How many requests have ended in each slot."""
         self._cursor = 0
         """The slot that the next turn is looked for from."""
         self.kept: dict[int, tuple[SlotRequest, BatchResult]] = {}
@@ -68,32 +70,24 @@ class SlotTable:
         """Beginnings of prompts that clients have named, by number."""
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self.owners)
 
     @property
     def active(self) -> list[SlotRequest]:
         """The active requests, by slot."""
-        return [request for request in self._owners if request is not None]
+        return [request for request in self.owners if request is not None]
 
     def find(self, id: int) -> SlotRequest | None:
         """Return the active request with this id."""
         return next((request for request in self.active if request.id == id), None)
 
-    def owner(self, slot: int) -> SlotRequest | None:
-        """Return a slot's active request."""
-        return self._owners[slot]
-
-    def epoch(self, slot: int) -> int:
-        """Return how many requests have ended in a slot."""
-        return self._epochs[slot]
-
     def first_free(self) -> int | None:
         """Return the lowest slot that is free."""
-        return next((i for i, owner in enumerate(self._owners) if owner is None), None)
+        return next((i for i, owner in enumerate(self.owners) if owner is None), None)
 
     def enter(self, request: SlotRequest) -> None:
         """Give a request its slot."""
-        self._owners[request.slot] = request
+        self.owners[request.slot] = request
         self._tokens[request.slot] = request.tokens
         self.kept = {
             id: found
@@ -103,8 +97,8 @@ class SlotTable:
 
     def leave(self, request: SlotRequest) -> None:
         """Free a request's slot."""
-        self._owners[request.slot] = None
-        self._epochs[request.slot] += 1
+        self.owners[request.slot] = None
+        self.epochs[request.slot] += 1
 
     def snapshot(self, slot: int, number: int) -> int | None:
         """Keep a copy of the tokens of a slot's last request; return how many, None where the slot has had none."""
@@ -118,12 +112,12 @@ class SlotTable:
 
     def in_turn(self) -> list[SlotRequest]:
         """Return the paused requests from the cursor on."""
-        owners = self._owners[self._cursor :] + self._owners[: self._cursor]
+        owners = self.owners[self._cursor :] + self.owners[: self._cursor]
         return [r for r in owners if r is not None and r.quantum and not r.n_due]
 
     def pass_on(self, last: SlotRequest) -> None:
         """Let the next turn be that of a slot after this request's."""
-        self._cursor = (last.slot + 1) % len(self._owners)
+        self._cursor = (last.slot + 1) % len(self.owners)
 
     # ---- as text ----
 
@@ -131,7 +125,7 @@ class SlotTable:
         """Return each slot as slot:id:tokens:epoch, with - for no request."""
         return " ".join(
             f"{i}:{request.id}:{request.position}:{epoch}" if request else f"{i}:-:0:{epoch}"
-            for i, (request, epoch) in enumerate(zip(self._owners, self._epochs, strict=True))
+            for i, (request, epoch) in enumerate(zip(self.owners, self.epochs, strict=True))
         )
 
     def requests_said(self) -> str:

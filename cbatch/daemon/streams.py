@@ -88,9 +88,13 @@ class StreamWriter:
     def _run(self) -> None:
         try:
             while parts := self._take():
-                self._write(b"".join(parts))
+                rest = memoryview(b"".join(parts))
+                while rest:
+                    rest = rest[write_some(self._fd, rest) :]
         except OSError:
-            self._drop()
+            with self._changed:
+                self._has_left, self._parts, self._n_waiting = True, [], 0
+                self._changed.notify_all()
             self._on_left()
 
     def _take(self) -> list[bytes]:
@@ -101,16 +105,6 @@ class StreamWriter:
             self._changed.wait_for(lambda: self._parts or self._is_closed)
             parts, self._parts = self._parts, []
             return parts
-
-    def _drop(self) -> None:
-        with self._changed:
-            self._has_left, self._parts, self._n_waiting = True, [], 0
-            self._changed.notify_all()
-
-    def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[write_some(self._fd, rest) :]
 
 
 def frame(id: int, value: int, *, is_tagged: bool) -> bytes:

@@ -146,9 +146,7 @@ class CommonFields(Struct, frozen=True):
 READ_BY_ALL = (*CommonFields.__struct_fields__, *MAX_TOKENS)
 """Names that the server itself reads."""
 
-OF_OPENAI = (
-    *("stream_options", "n_probs", "return_tokens", "return_token_ids", "return_progress"),
-)
+OF_OPENAI = ("stream_options", "n_probs", "return_tokens", "return_token_ids", "return_progress")
 """Those of them for which no other dialect has a place. They do not change the answer."""
 
 OPTION_NAMES = frozenset(f.name for f in fields(RunOptions))
