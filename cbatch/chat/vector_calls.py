@@ -166,10 +166,6 @@ def _texts(name: str, value: Any) -> list[str]:
     return [_text(f"{name}[{i}]", text) for i, text in enumerate(value)]
 
 
-def _missing(name: str) -> ConfigError:
-    return ConfigError(f"{name} is missing")
-
-
 # ---- embeddings ----
 
 
@@ -193,7 +189,7 @@ class EmbedCall(VectorCall):
         """Return the call of a body."""
         said = body.get("input")
         if said is None:
-            raise _missing("input")
+            raise ConfigError("input is missing")
         form = check_choice(
             "encoding_format", body.get("encoding_format") or "float", "float", "base64"
         )
@@ -279,11 +275,11 @@ class RerankCall(VectorCall):
     def of(cls, body: Mapping[str, Any]) -> RerankCall:
         """Return the call of a body."""
         if body.get("query") is None:
-            raise _missing("query")
+            raise ConfigError("query is missing")
         is_tei = body.get("documents") is None and body.get("texts") is not None
         name, returned = ("texts", "return_text") if is_tei else ("documents", "return_documents")
         if body.get(name) is None:
-            raise _missing(name)
+            raise ConfigError(f"{name} is missing")
         query, documents = _text("query", body["query"]), _texts(name, body[name])
         if not query:
             raise ConfigError("query is empty")
@@ -369,7 +365,7 @@ class ScoreCall(VectorCall):
         for name in ("text_1", "text_2"):
             said = body.get(name)
             if said is None:
-                raise _missing(name)
+                raise ConfigError(f"{name} is missing")
             sides.append(_texts(name, said) if isinstance(said, list) else [_text(name, said)])
         first, second = sides
         if len(first) == 1:

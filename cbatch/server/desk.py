@@ -53,7 +53,6 @@ _N_UNKNOWN = 100
 _N_THREADS = 64
 """Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
 
-
 _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
 

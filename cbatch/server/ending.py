@@ -20,7 +20,6 @@ _LAST_S = 1.5
 _LEAST_S = 0.5
 """Seconds that each part of the server has to end, even if no grace is left. Our choice."""
 
-
 _THREADS_S = 0.2
 """Seconds for threads to end once all else has, such as idle ones that are told to. Our choice."""
 

@@ -27,7 +27,6 @@ LATENCY_S = (
 )
 N_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-
 _NEWEST = 0.1
 """What the newest answer has in the mean of all: some twenty of them count."""
 

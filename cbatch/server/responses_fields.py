@@ -28,7 +28,6 @@ LOGPROBS = "message.output_text.logprobs"
 _FUNCTION = dict.fromkeys(("description", "parameters", "strict"))
 """What a response says of a function where the request says nothing."""
 
-
 _REPEATED: Mapping[str, Any] = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key")),
     **dict.fromkeys(("safety_identifier", "user")),
