@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     MakeBackend = Callable[..., LlamaBackend]
 
+pytestmark = pytest.mark.cpu("pads are for kernels of processors")
+
 N_SLOTS = 8
 BY_FOURS = {1: 2.0, 2: 9.0, 3: 9.0, 4: 4.0, 5: 9.0, 6: 9.0, 7: 9.0, 8: 8.0}
 """Seconds of a step of so many rows: full fours are cheap."""

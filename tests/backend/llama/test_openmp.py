@@ -41,6 +41,7 @@ def test_engine_that_waits_has_no_team(test_model: Path) -> None:
                 time.sleep(0.01)
 
 
+@pytest.mark.cpu("there is a team")
 def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
     with load(test_model, parallel=2, ctx_per_seq=128, n_threads=4, threaded=False) as engine:
         engine.run(["Count."], options={"max_tokens": 4}).results()

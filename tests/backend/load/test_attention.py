@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model_tuning import Tuning
     from tests.conftest import SynthFactory
 
+pytestmark = pytest.mark.cpu("devices have their own attention, which is not tried")
+
 DAY_S = 24 * 3600.0
 SOON_S = 60.0
 NOW_S = 1e9
