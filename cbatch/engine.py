@@ -993,8 +993,8 @@ def open_local(
 ) -> LocalRuntime:
     """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
     use_library(options.library)
+    from cbatch.backend.devices import free_on_devices
     from cbatch.backend.load.checkpoint_budget import settle_checkpoints
-    from cbatch.backend.load.devices import free_on_devices
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     folder = cache_folder(options.cache_dir)

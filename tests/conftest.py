@@ -194,7 +194,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @cache
 def _has_device() -> bool:
-    from cbatch.backend.load.devices import computes_on_cpu
+    from cbatch.backend.devices import computes_on_cpu
     from cbatch.engine_options import EngineOptions
 
     return not computes_on_cpu(EngineOptions())

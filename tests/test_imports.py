@@ -38,7 +38,9 @@ SEES: dict[str, set[str]] = {
     "core": LOW | {"chat"},
     "backend": LOW | {"chat", "core.plan", "core.span"},
     "runtime": LOW | {"chat", "core", "cache"} | PROTOCOL,
-    "engine": BELOW_ENGINE | PROTOCOL | {"backend.load", "backend.named_library"},
+    "engine": BELOW_ENGINE
+    | PROTOCOL
+    | {"backend.devices", "backend.load", "backend.named_library"},
     "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "core.request", "engine"},
     "loading": BELOW_ENGINE | {"backend.load", "backend.named_library", "engine", "worker"},
     "engine_spec": BELOW_ENGINE | {"engine", "loading"},

@@ -51,7 +51,7 @@ def main() -> None:
 
 def _found(i_device: int | None) -> dict[str, Any]:
     from cbatch.backend.bindings import library_file, library_version, llama_cpp
-    from cbatch.backend.load.devices import backends, devices
+    from cbatch.backend.devices import backends, devices
 
     found, file = devices(), library_file()
     kept = ("name", "maker", "takes_layers", "n_free", "n_total")

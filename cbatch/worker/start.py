@@ -69,20 +69,30 @@ def open_workers(
         for settings, cores in zip(settings_of(options, n), cores_of(options, n), strict=True)
     ]
     workers = Workers(launches, can_replace=True, is_stopped=is_stopped)
-    if options.exact:
-        _check_alike(workers)
+    if n > 1:
+        _check_alike(workers, is_exact=options.exact)
     return workers
 
 
-def _check_alike(workers: Workers) -> None:
-    """Raise an `EngineError`, and close the workers, if `exact` workers would compute different bits."""
-    found = {said["exact"] for _, said in workers.ask_each(Questions.fingerprint)}
-    if len(found) > 1:
-        workers.close()
-        raise EngineError(
-            f"exact=True is impossible with {len(workers.ready)} replicas that compute differently "
-            f"({' | '.join(sorted(found))}): leave replicas out"
+def _check_alike(workers: Workers, *, is_exact: bool) -> None:
+    """Raise an `EngineError`, and close the workers, if they would answer differently: with `is_exact` by a bit."""
+    found = [said for _, said in workers.ask_each(Questions.fingerprint)]
+    how = sorted({said["exact"] for said in found}) if is_exact else []
+    factors = {said.get("rope factors", "") for said in found}
+    if len(how) > 1:
+        why = (
+            f"exact=True is impossible with {len(found)} replicas that compute differently "
+            f"({' | '.join(how)}): leave replicas out"
         )
+    elif len(factors) > 1:
+        why = (
+            "the windows of the replicas differ, and this model has other rope factors for the longer ones, so that "
+            "answers would depend on the replica: give ctx_per_seq, or a parallel and n_ctx that they can share evenly"
+        )
+    else:
+        return
+    workers.close()
+    raise EngineError(why)
 
 
 def path_of(model: Any) -> str | None:

@@ -78,3 +78,9 @@ def test_replicas_that_compute_differently_are_refused(
     ):
         cbatch.load(test_model, replicas=2, **sizes)
     cbatch.load(test_model, replicas=1, **sizes).close()
+
+
+def test_replicas_with_other_rope_factors_are_refused(longrope_model: Path) -> None:
+    with pytest.raises(EngineError, match="other rope factors"):
+        cbatch.load(longrope_model, replicas=2, parallel=3, n_ctx=3000)
+    cbatch.load(longrope_model, replicas=2, parallel=4, n_ctx=3000).close()

@@ -16,6 +16,7 @@ SEES = {
     "llama": {
         "llama",
         "bindings",
+        "devices",
         "host_limits",
         "logits_processors",
         "native_file",
@@ -23,7 +24,16 @@ SEES = {
         "protocol",
         "threads",
     },
-    "load": {"load", "llama", "bindings", "host_limits", "library_trial", "protocol", "threads"},
+    "load": {
+        "load",
+        "llama",
+        "bindings",
+        "devices",
+        "host_limits",
+        "library_trial",
+        "protocol",
+        "threads",
+    },
 }
 """What the modules of each room import of the backend, beside its front door."""
 

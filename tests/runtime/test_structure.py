@@ -401,7 +401,7 @@ def test_async_reader_gets_a_constrained_answer() -> None:
 
 def on_device(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     """An engine that takes its processor for a device."""
-    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.computes_on_cpu", lambda _: False)
     return cbatch.load(parallel=4, ctx_per_seq=128, n_threads=1, exact=True, **settings)
 
 

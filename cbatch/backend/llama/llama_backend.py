@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.cheaper_widths import CheaperWidths
 from cbatch.backend.llama.context import (
@@ -175,8 +176,7 @@ class LlamaBackend:
 
     def _set_up(self) -> None:
         options = self.options
-        is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
-        self._is_on_device = bool(is_on_device)
+        self._is_on_device = is_on_device = not computes_on_cpu(options)
         found = find_memory(self.ctx, self.model, options)
         self._settle_memory(found)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))

@@ -21,11 +21,11 @@ from math import sqrt
 from statistics import median
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.devices import free_on_devices
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.load import notes
 from cbatch.backend.load.attention_trial import TrialRound, TrialShape, rounds
-from cbatch.backend.load.devices import free_on_devices
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 

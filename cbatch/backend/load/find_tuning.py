@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.llama.context import context_cells, sequences_of
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.company import find_company, find_known
-from cbatch.backend.load.devices import computes_on_cpu
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.weight_kernels import has_plain_weights
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cbatch.backend.devices import free_on_devices
 from cbatch.backend.host_limits import host_free
-from cbatch.backend.load.devices import free_on_devices
 
 if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel

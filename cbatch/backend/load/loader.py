@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.context import (
@@ -30,7 +31,6 @@ from cbatch.backend.llama.short_pool import N_CELLS
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import BY_EXACT
-from cbatch.backend.load.devices import computes_on_cpu
 from cbatch.backend.load.find_tuning import find_tuning
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.packed import why_not_packed

@@ -19,7 +19,7 @@ import msgspec
 import platformdirs
 
 from cbatch.backend.bindings import LIBRARY, llama_cpp
-from cbatch.backend.load.devices import device_names
+from cbatch.backend.devices import device_names
 from cbatch.support.folders import part_beside
 from cbatch.support.typed import known
 

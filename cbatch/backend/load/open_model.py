@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.backend.bindings import bounded_spins, llama_cpp
+from cbatch.backend.devices import add_servers, free_on_devices
 from cbatch.backend.llama.chat_template import parse_override
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import LlamaModel, Placement
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
-from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.gguf_check import check_file, is_proven
 from cbatch.backend.load.load_trial import check_load
 from cbatch.backend.load.packed import KERNELS, packing, why_not_packed, why_unfit

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import build_name, llama_cpp, said
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.host_limits import host_total
 from cbatch.backend.library_trial import wrong_answer
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import library
 from cbatch.backend.load import notes
-from cbatch.backend.load.devices import computes_on_cpu
 from cbatch.errors import ConfigError
 from cbatch.support.processes import run_apart
 

@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.llama.fingerprint import model_parts, tensor_types
 from cbatch.backend.llama.pad_rows import N_GROUP, N_TILED, n_sequences
-from cbatch.backend.load.devices import computes_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,6 +23,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.core.span import N_TARGETS_MAX
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
+from tests.runtime.backends import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,6 +218,15 @@ def test_context_that_cannot_be_made_names_its_numbers(
     monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
     with pytest.raises(ModelLoadError, match=r"context of 512 cells for 2 sequences.*ctx_per_seq"):
         LlamaBackend(model, Tuning(options()), owns_model=False)
+
+
+@pytest.mark.cpu("it would offload")
+def test_build_that_could_offload_is_none_that_does(
+    synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    with cbatch.load(synth("test"), **SMALL) as engine:
+        assert backend_of(engine, LlamaBackend).has_prompts_apart
 
 
 @pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")

@@ -199,7 +199,7 @@ def alone_text(path: Path, chat: list[dict[str, str]]) -> str:
 def test_failed_step_leaves_no_mask_in_the_making(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.computes_on_cpu", lambda _: False)
     codes = [0, 0, -2, 0, -3]
     options = {**GREEDY, "regex": "[a-z ]*", "max_tokens": 12}
     with closing(faulty_engine(test_model, lambda _: codes.pop(0) if codes else 0)) as engine:

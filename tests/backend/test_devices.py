@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend.load import devices
-from cbatch.backend.load.devices import add_servers, free_on_devices
+from cbatch.backend import devices
+from cbatch.backend.devices import add_servers, free_on_devices
 from cbatch.backend.load.open_model import _SPLIT_MODES, open_model, place
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
