@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.runtime.choices import Members
 from cbatch.runtime.mailbox import Parcel, refused
-from cbatch.runtime.output import result_of, take_chunk
+from cbatch.runtime.output import make_logprobs, result_of, take_chunk
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def deliver(
         if driver.finish_reason is None:
             target = routes[driver.request.id].target
             driver.reply.is_watched = target.is_streamed
-            if target.is_streamed and (chunk := take_chunk(driver, by_token=target.wants_tokens)):
+            if not target.is_streamed:
+                make_logprobs(driver)
+            elif chunk := take_chunk(driver, by_token=target.wants_tokens):
                 parcels.setdefault(target, ([], []))[0].append(chunk)
     for driver in ended:
         target, place, _ = routes.pop(driver.request.id)

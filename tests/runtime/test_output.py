@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake import FakeVocab, fake_logprobs
+from cbatch import BatchPrompt, Engine
+from cbatch.backend.fake import FakeBackend, FakeVocab, fake_logprobs
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
 from cbatch.errors import SequenceStateError
 from cbatch.response import TokenLogprob
+from cbatch.runtime import loop, output
+from cbatch.runtime.delivery import deliver
 from cbatch.runtime.output import result_of, take_chunk
 from cbatch.runtime.prompt_fit import set_prompt
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_running
@@ -155,3 +158,23 @@ def test_extension_that_never_ran_tells_of_no_token() -> None:
     driver = extension(A, B, C)
     driver.cancel(1.0)
     assert (result_of(driver).token_ids, result_of(driver).logprobs) == ((), ())
+
+
+def test_scores_of_a_result_are_made_as_its_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_made, made = [0], output._logprob
+
+    def counted(*args: Any) -> TokenLogprob:
+        n_made[-1] += 1
+        return made(*args)
+
+    def delivered(*args: Any) -> bool:
+        n_made.append(0)
+        return deliver(*args)
+
+    monkeypatch.setattr(output, "_logprob", counted)
+    monkeypatch.setattr(loop, "deliver", delivered)
+    with Engine(FakeBackend(1, 512)) as engine:
+        options = {"max_tokens": 400, "ignore_eos": True, "logprobs": True}
+        result = engine.submit(BatchPrompt(tokens=[1]), options=options).result()
+    assert len(result.logprobs or ()) == sum(n_made) == 400
+    assert max(n_made) < 100
