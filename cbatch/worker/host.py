@@ -41,6 +41,7 @@ from cbatch.support.thread_start import start
 from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.protocol_commands import (
     ANY_COMMAND,
+    ASIDES,
     COMMAND,
     COMMANDS,
     CROSSINGS,
@@ -245,7 +246,7 @@ class Host:
             if isinstance(found, _Later):
                 self._do_later(command.n, found)
             else:
-                self._tell(command.n, found)
+                self._tell(command.n, found, may_pass=crossing in ASIDES)
         except Exception as error:
             if command is None:
                 self._tell(*self._answer_to_wrong(message, error))
@@ -275,7 +276,7 @@ class Host:
         if not crossing.waits:
             return work()
         self._check_later()
-        return _Later(work)
+        return _Later(work, may_pass=crossing in ASIDES)
 
     def _settled(self, kind: object, said: Any) -> object:
         """Return an argument of a type as it was sent."""
@@ -288,7 +289,7 @@ class Host:
 
         def answer() -> None:
             try:
-                self._tell(number, rest.work())
+                self._tell(number, rest.work(), may_pass=rest.may_pass)
             except Exception as error:
                 self._tell(number, None, error)
             self._later.pop(thread, None)
@@ -314,7 +315,14 @@ class Host:
                 f"at most {N_LATER_BYTES_MAX:,} are allowed together: try again later"
             )
 
-    def _tell(self, number: object, value: object, error: Exception | None = None) -> None:
+    def _tell(
+        self,
+        number: object,
+        value: object,
+        error: Exception | None = None,
+        *,
+        may_pass: bool = False,
+    ) -> None:
         if error is not None and not isinstance(error, CBatchError):
             cause, error = error, RequestFailedError(f"a bug of cbatch: {words_of(error)}")
             error.__cause__ = cause
@@ -323,7 +331,7 @@ class Host:
         elif error is not None:
             self._outbox.put("replies", (number, None, error))
         elif number is not None:
-            self._outbox.put("replies", (number, value))
+            self._outbox.put("replies", (number, value), may_pass=may_pass)
 
     # ---- requests ----
 
@@ -515,6 +523,8 @@ class _Later:
     work: Callable[[], object]
     undo: Callable[[], object] = bool
     """Called where it cannot be done."""
+    may_pass: bool = False
+    """Whether its reply may come between the parts of a large result."""
 
 
 def _is_whole(chunk: BatchOutputChunk, result: BatchResult) -> bool:

@@ -77,6 +77,8 @@ class Outbox:
             kind: deque(maxlen=N_EVENTS_MAX if kind in ("steps", "logs") else None)
             for kind in _KINDS
         }
+        self._may_pass: deque[bool] = deque()
+        """Whether each of the replies may come between the parts of a large result."""
         self._n_answer_bytes = 0
         self._unwritten: set[str] = set()
         self._writing = threading.Lock()
@@ -103,10 +105,12 @@ class Outbox:
                 self._unwritten.add(result.id)
             self._changed.notify_all()
 
-    def put(self, kind: str, *values: object) -> None:
-        """Add values of another kind."""
+    def put(self, kind: str, *values: object, may_pass: bool = False) -> None:
+        """Add values of another kind; a reply that `may_pass` may come between the parts of a large result."""
         with self._changed:
             self._waiting[kind].extend(values)
+            if kind == "replies":
+                self._may_pass.extend([may_pass] * len(values))
             if kind in _REPLIES:
                 self._n_answer_bytes += sum(map(_size_of_reply, values))
             self._changed.notify_all()
@@ -186,14 +190,28 @@ class Outbox:
                 if kind == _ANSWERS[0]:
                     n_left = N_FRAME_BYTES  # answers need no credit
                 values = frame[kind] = []
-                size_of = _SIZES.get(kind, _size_of_other)
-                while self._has(kind) and n_left > 0 and not self._must_part(kind):
-                    values.append(self._next(kind))
-                    n_left -= size_of(values[-1])
+                n_left = self._fill(values, kind, n_left)
                 if self._has(kind):  # what comes after it in a frame comes after it in the next
+                    if kind == "parts":
+                        self._fill_between(frame.setdefault("replies", []))
                     break
             self._changed.notify_all()  # there may be room
         return {kind: values for kind, values in frame.items() if values} or None
+
+    def _fill(self, values: list[Any], kind: str, n_left: int) -> int:
+        """Take values that have room in a frame; return about the bytes that are left."""
+        size_of = _SIZES.get(kind, _size_of_other)
+        while self._has(kind) and n_left > 0 and not self._must_part(kind):
+            values.append(self._next(kind))
+            n_left -= size_of(values[-1])
+        return n_left
+
+    def _fill_between(self, replies: list[Any]) -> None:
+        """Take the next replies, as far as they may come between the parts of a large result."""
+        n_left = N_FRAME_BYTES
+        while self._may_pass and self._may_pass[0] and n_left > 0:
+            replies.append(self._next("replies"))
+            n_left -= _size_of_reply(replies[-1])
 
     def _must_part(self, kind: str) -> bool:
         """Whether the next value is a large result, before which its log-probabilities come."""
@@ -216,6 +234,8 @@ class Outbox:
                 self._unwritten.discard(value.id)
             if kind in _REPLIES:
                 self._n_answer_bytes -= _size_of_reply(value)
+            if kind == "replies":
+                self._may_pass.popleft()
             return value
         key = next(iter(self._chunks))
         held = self._chunks.pop(key)

@@ -236,6 +236,9 @@ CROSSINGS = {_command_of(c): c for c in (*crossings_of(Orders), *crossings_of(Qu
 ORDERS = frozenset(crossings_of(Orders))
 """Those of `Orders`; the others are of `Questions`."""
 
+ASIDES = frozenset(c for c in crossings_of(Questions) if c.op != "cancel_all")
+"""Those that change no request: their answers may come between the parts of a result."""
+
 COMMAND_OF = {crossing: kind for kind, crossing in CROSSINGS.items()}
 
 _KINDS_OF_COMMANDS: Sequence[type[ProtocolCommand]] = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -13,7 +15,8 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.response import Timings
 from cbatch.runtime.output import Origin
 from cbatch.worker import connection, wire
-from cbatch.worker.outbox import N_FRAME_BYTES
+from cbatch.worker.framing import FrameSink, read_frames
+from cbatch.worker.outbox import N_FRAME_BYTES, Outbox
 from tests.places import item, text_of
 from tests.runtime.backends import all_results
 from tests.worker.links import engine_over
@@ -162,3 +165,26 @@ def test_no_piece_of_an_encoded_result_is_large(monkeypatch: pytest.MonkeyPatch)
     wire.encode_frame({"results": [result]}, "lines")
     assert sum(n_told) == 5 * 200 * 21
     assert max(n_told) < 2 * wire.N_PART
+
+
+def test_question_is_answered_between_the_parts_of_a_result() -> None:
+    with Engine(backend()) as engine:
+        [result] = all_results(engine.run([item(text_of(3), "a", **MANY)]))
+    read, write = os.pipe()
+    outbox = Outbox(FrameSink(write, "msgpack"), print, takes_parts=True)
+    outbox.deliver([], [result])  # more than the pipe takes
+    outbox.put("replies", (1, None), may_pass=True)
+    outbox.put("replies", (2, None))
+    outbox.put("replies", (3, None), may_pass=True)
+    closing = threading.Thread(target=outbox.close)
+    closing.start()
+    told: list[Any] = []
+    with open(read, "rb") as source:
+        frames = read_frames(source)
+        while 3 not in told:
+            found = wire.decode(next(frames), wire.Frame)
+            told += ["part"] * len(found.parts) + ["result"] * len(found.results)
+            told += [answer.n for answer in found.replies]
+    closing.join()
+    os.close(write)
+    assert told.index("part") < told.index(1) < told.index("result") < told.index(2)
