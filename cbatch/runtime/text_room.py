@@ -59,12 +59,19 @@ if TYPE_CHECKING:
 N_READY = 512
 """Texts that are made tokens ahead, of which micro-batches are put together. Our choice."""
 
+N_TURN_TOKENS = 2**15
+"""About the tokens that are made between two micro-batches: long texts would hold up others for seconds. Our choice:
+some tens of milliseconds, and more than a micro-batch has."""
+
 N_KEPT_BYTES = 2**24
 """Most bytes of vectors that are kept for equal texts. Our choice."""
 
 PATIENCE_S = 600.0
 """Seconds for which texts of a batch let later ones go first: more than the texts of one batch wait for each other, so
 that calls do not wait for them; but other work does not hold a batch up for ever. Our choice."""
+
+_N_CHARACTERS = 4
+"""Characters of a token, about, where a text has too many."""
 
 _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
@@ -329,13 +336,16 @@ class Texts:
                 self._end(text, "timeout", DeadlineError(now - text.submitted_s))
 
     def _get_ready(self) -> None:
-        """Make tokens of the texts that come next. Texts that cannot be computed end."""
-        while (text := self._next_unready()) is not None:
+        """Make tokens of the texts that come next, of some of them. Texts that cannot be computed end."""
+        n_left = N_TURN_TOKENS
+        while n_left > 0 and (text := self._next_unready()) is not None:
             try:
                 text.tokens = self._tokens_of(text)
             except Exception as error:
                 self._drop(text, error)
+                n_left -= len(text.prompt.prompt or "") // _N_CHARACTERS
                 continue
+            n_left -= len(text.tokens)
             data = np.asarray(text.tokens, np.int32).tobytes()
             text.digest = blake2b(data, digest_size=16, key=text.kind.pooling.encode()).digest()
             found = self._kept.get(text.digest)

@@ -31,7 +31,7 @@ from cbatch.errors import (
     UnsupportedTaskError,
 )
 from cbatch.runtime.text_room import KeptVectors
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import GatedBackend, parts_of
 from tests.server.clients import wait_until
 
 if TYPE_CHECKING:
@@ -521,3 +521,27 @@ def test_reader_keeps_what_it_reads(engine: Engine) -> None:
     reader = iter(engine.embed(f"text {i}" for i in range(500)))
     gc.collect()
     assert len([*reader]) == 500
+
+
+def test_long_texts_are_made_tokens_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(2, 4096)
+    n_made, n_at_calls = [0], list[int]()
+    tokenize = backend.vocab.tokenize
+    gate = Gate()
+
+    def counted(text: str) -> list[int]:
+        gate()
+        n_made[0] += 1
+        return tokenize(text)
+
+    monkeypatch.setattr(backend.vocab, "tokenize", counted)
+    with Engine(backend) as engine:
+        made = engine.embed(f"{i:03}" * 1000 for i in range(60))
+        gate.has_come.wait()
+        wait_until(lambda: len(made.ids) == 60)
+        texts = parts_of(engine).texts
+        wait_until(lambda: texts.n_waiting == 60)
+        texts.on_admit = lambda _: n_at_calls.append(n_made[0])
+        gate.may_go.set()
+        assert made.array().shape == (60, 8)
+    assert n_at_calls[0] == 11
