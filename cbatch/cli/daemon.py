@@ -127,7 +127,7 @@ def _serve(
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it.
 
     Raises:
-        ConfigError: the first line, of JSON, was refused.
+        ConfigError: the first line, of JSON, was refused, or what came later is no frame; the client was told.
     """
     head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
     if not head and _peek(source) == b"{":
@@ -153,7 +153,7 @@ def _serve_clients(
                 is_apart=not is_tagged,
                 hang_up=partial(client.shutdown, SHUT_RDWR),
             )
-        except ConfigError:  # of its first line, as it was told
+        except ConfigError:  # of its input, as it was told
             continue
         finally:
             hang_up(client)  # first: a thread may still read there

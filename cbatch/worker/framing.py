@@ -46,8 +46,14 @@ def read_lines(source: BinaryIO, n_max: int = N_LINE_MAX) -> Iterator[bytes | No
 
 
 def read_messages(source: BinaryIO, frames: Frames) -> Iterator[bytes | None]:
-    """Yield each message to a worker as it comes; None for a line that is too long. Raises as `read_frames`."""
-    return read_lines(source) if frames == "lines" else read_frames(source, N_LINE_MAX)
+    """Yield each message to a worker as it comes; None for a line that is too long.
+
+    Raises:
+        ConfigError: as `read_frames`; also where the last frame is cut off.
+    """
+    if frames == "lines":
+        return read_lines(source)
+    return read_frames(source, N_LINE_MAX, is_whole=True)
 
 
 class FrameSink:
@@ -97,19 +103,30 @@ def write_some(fd: int, data: memoryview) -> int:
         return 0
 
 
-def read_frames(source: BinaryIO, n_max: int = N_FRAME_MAX) -> Iterator[bytes]:
-    """Yield each frame with a length before it, as it comes; a frame that is cut off ends them.
+def read_frames(
+    source: BinaryIO, n_max: int = N_FRAME_MAX, *, is_whole: bool = False
+) -> Iterator[bytes]:
+    """Yield each frame with a length before it, as it comes.
+
+    Args:
+        is_whole: whether a last frame that is cut off is an error; else it is left out.
 
     Raises:
         ConfigError: a frame of more than `n_max` bytes, or what is no frame, whose length may never come.
     """
-    while len(head := source.read(_HEAD.size)) == _HEAD.size:
-        n_bytes, first = _HEAD.unpack(head)
-        if first not in _MAPS or not n_bytes:
-            raise ConfigError(f"no frame: {head!r}")
-        if n_bytes > n_max:
-            raise ConfigError(f"a frame of {n_bytes} bytes; at most {n_max} are taken")
-        rest = source.read(n_bytes - 1)
-        if len(rest) < n_bytes - 1:
-            return
-        yield first + rest
+    while head := source.read(_HEAD.size):
+        if len(head) == _HEAD.size:
+            n_bytes, first = _HEAD.unpack(head)
+            if first not in _MAPS or not n_bytes:
+                raise ConfigError(
+                    f"no frame of msgpack (four bytes of length, then a map): {head!r}"
+                )
+            if n_bytes > n_max:
+                raise ConfigError(f"a frame of {n_bytes:,} bytes; at most {n_max:,} are taken")
+            rest = source.read(n_bytes - 1)
+            if len(rest) == n_bytes - 1:
+                yield first + rest
+                continue
+        if is_whole:
+            raise ConfigError("the last frame is cut off")
+        return

@@ -142,6 +142,8 @@ class Host:
         self._n_message = 0
         """Bytes of the current message."""
         self._ending: SessionEnd | None = None
+        self.problem: ConfigError | None = None
+        """What ended the client's messages: no more of them can be read."""
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
         self._changed = Sleepers()
@@ -160,6 +162,9 @@ class Host:
                     self._outbox.fail(ConfigError("a line is too long: it was left out"))
                 elif line.strip() and self._do(line):
                     break
+        except ConfigError as error:
+            self.problem = error
+            self._outbox.fail(error)
         except (OSError, ValueError):  # the other side is gone; a closed file raises a ValueError
             self.end(SessionEnd.LEFT)
         self.end(SessionEnd.DONE)

@@ -109,6 +109,8 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
     try:
         if serve(runtime, hello, source, sink, said=said.records) is not SessionEnd.DONE:
             leave()
+    except ConfigError:
+        leave()
     finally:
         runtime.close()
 
@@ -131,7 +133,7 @@ def serve_client(
             descriptor of the process itself, which ends then.
 
     Raises:
-        ConfigError: the first line is refused, and the client was told.
+        ConfigError: the first line is refused, or see `serve`; the client was told.
     """
     first = read_first(source)
     try:
@@ -161,6 +163,9 @@ def serve(
         sink: descriptor for frames.
         finishes: finish the requests in flight when the input ends; else they are cancelled.
         said: lines of the log that the client gets first.
+
+    Raises:
+        ConfigError: what came is no frame, and ended the input; the client was told.
     """
     frames = FrameSink(sink, hello.frames)
     try:
@@ -179,10 +184,13 @@ def serve(
         try:
             if host.wait() is SessionEnd.LEFT:
                 _leave(hang_up, reader)
-            return host.finish(is_patient=finishes)
+            ending = host.finish(is_patient=finishes)
         finally:
             outbox.close(None if hang_up is None else STALL_S)
             _leave(hang_up, reader)
+    if host.problem is not None:
+        raise host.problem
+    return ending
 
 
 def _leave(hang_up: Callable[[], object] | None, reader: threading.Thread) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -144,6 +145,20 @@ def test_wrong_first_line_is_refused_by_name(first: bytes, word: str) -> None:
     assert said["cbatch"] == 2
     assert word in said["error"]["message"]
     assert text.decode() == f"cbatch: {said['error']['message']}\n"
+
+
+@pytest.mark.real
+def test_input_that_is_no_frame_ends_the_daemon_with_the_reason() -> None:
+    run = framed(msgspec.msgpack.encode(RUN), "msgpack")
+    with daemon() as process:
+        first = lines_of({**HELLO, "frames": "msgpack"})
+        out, text = process.communicate(first + run + run[:-1], PATIENCE_S)
+        assert process.returncode == 2
+    found = [msgspec.msgpack.decode(frame) for frame in read_frames(io.BytesIO(out))]
+    assert answers_in(b"\n".join(map(msgspec.json.encode, found))) == expected()
+    [error] = [error for frame in found for error in frame.get("errors", ())]
+    assert text.decode() == f"cbatch: {error['message']}\n"
+    assert "cut off" in error["message"]
 
 
 @pytest.mark.real

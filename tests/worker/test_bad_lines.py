@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -16,15 +18,19 @@ from hypothesis import strategies as st
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
-from cbatch.worker.framing import N_LINE_MAX
+from cbatch.runtime.local import LocalRuntime
+from cbatch.worker.framing import N_LINE_MAX, framed, read_frames
 from cbatch.worker.host import SessionEnd
 from cbatch.worker.outbox import Outbox
+from cbatch.worker.service import serve_client
 from tests.profiles import examples
 from tests.worker.programs import Program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from cbatch.response import BatchResult
 
@@ -258,3 +264,33 @@ def test_wrong_first_line_is_refused_by_name(first: bytes) -> None:
         assert said["error"]["type"] == "ConfigError"
         assert program.rest() == {}
         assert program.ending is None
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (struct.pack("<I", 0) + b"\x81", "no frame"),
+        (struct.pack("<I", 1) + b"\xc1", "no frame"),
+        (struct.pack("<I", 2) + b"\x91\x01", "no frame"),
+        (struct.pack("<I", N_LINE_MAX + 1) + b"\x81", "at most 67,108,864"),
+        (struct.pack("<I", 100) + b"\x81bc", "cut off"),
+        (struct.pack("<I", 100), "cut off"),
+        (b"\x05\0", "cut off"),
+    ],
+)
+def test_what_is_no_frame_ends_the_input_and_is_told(
+    tmp_path: Path, data: bytes, words: str
+) -> None:
+    run = {"op": "run", "n": 1, "items": [NEIGHBOUR], "options": OWN}
+    first = json.dumps({"cbatch": 2, "frames": "msgpack"}).encode()
+    source = io.BytesIO(first + b"\n" + framed(msgspec.msgpack.encode(run), "msgpack") + data)
+    runtime = LocalRuntime(FakeBackend(3, 64), ScheduleOptions())
+    with open(tmp_path / "sink", "w+b") as sink:
+        with pytest.raises(ConfigError, match=words):
+            serve_client(runtime, source, sink.fileno())
+        sink.seek(0)
+        _, *frames = map(msgspec.msgpack.decode, read_frames(sink))
+    runtime.close()
+    found = {kind: values for frame in frames for kind, values in frame.items()}
+    assert words in found["errors"][0]["message"]
+    assert found["results"][0]["text"] == TEXT
