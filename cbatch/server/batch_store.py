@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import secrets
 import shutil
@@ -96,6 +97,10 @@ class BatchStore:
         self._closed: HttpProblemError | None = None
         """Told to calls that come after the folder was closed; None while it is open."""
         self._n_arriving, self._counting = 0, threading.Lock()
+        self._n_stored = 0
+        """Bytes of all files that are listed."""
+        self._first_expiry = math.inf
+        """No file expires before."""
         try:
             self._folder = FilesFolder(folder)
             with ExitStack() as opened:
@@ -127,6 +132,8 @@ class BatchStore:
         """List contents that have no row; remove expired files and the work of ended batches."""
         contents = self._folder.contents()
         hide_bad_rows(self._db, self._folder, {id: s.st_size for id, s in contents.items()})
+        self._n_stored = self._n_bytes_of("shown_files")
+        self._first_expiry = self._find_first_expiry()
         unfinished = self.unfinished()
         known = {id for (id,) in self._rows("SELECT id FROM files")}
         known.update(str(id) for b in unfinished for id in (b.output_file_id, b.error_file_id))
@@ -222,10 +229,12 @@ class BatchStore:
     def reserve(self, n_bytes: int) -> None:
         """Count bytes that are about to be written. Raises a `HttpProblemError` where there is no room."""
         with self._lock:
+            self._check_open()
             self._sweep()
-            (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM shown_files") or (0,)
-            if used + self._n_arriving + n_bytes > self._n_bytes_max:
-                message = f"the files here have {used:,} of at most {self._n_bytes_max:,} bytes"
+            if self._n_stored + self._n_arriving + n_bytes > self._n_bytes_max:
+                message = (
+                    f"the files here have {self._n_stored:,} of at most {self._n_bytes_max:,} bytes"
+                )
                 raise no_room(f"{message}: delete some")
             self.release(-n_bytes)
 
@@ -243,9 +252,14 @@ class BatchStore:
         self._insert_file(id, name, purpose, n_bytes, now, expires_at, owner)
         return self.file(id, owner)
 
-    def _insert_file(self, *row: object) -> None:
+    def _insert_file(self, *row: Any) -> None:
         query = f"INSERT OR IGNORE INTO files ({_FILE}, owner) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        self._write(query, *row)
+        file = StoredFile(*row[:-1])
+        with self._lock:
+            if self._write(query, *row):
+                self._n_stored += file.bytes
+                if file.expires_at is not None:
+                    self._first_expiry = min(self._first_expiry, file.expires_at)
 
     def adopt_file(
         self, source: Path, name: str, seconds: int | None, id: str, owner: str
@@ -268,13 +282,27 @@ class BatchStore:
         self.path_of(file).unlink(missing_ok=True)
         with suppress(OSError):  # not every file system can do this
             sync_folder(self._folder.content)
-        self._drop("files", file.id)
+        with self._lock:
+            n_bytes = self._n_bytes_of("shown_files WHERE id = ?", file.id)
+            self._drop("files", file.id)
+            self._n_stored -= n_bytes
+
+    def _n_bytes_of(self, files: str, *values: object) -> int:
+        [[n_bytes]] = self._rows(f"SELECT coalesce(sum(bytes), 0) FROM {files}", *values)
+        return int(n_bytes)
 
     def _sweep(self) -> None:
         """Remove files that have expired."""
-        query = f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ?"
-        for row in self._rows(query, int(self._clock())):
+        now = int(self._clock())
+        if now < self._first_expiry:
+            return
+        for row in self._rows(f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ?", now):
             self._remove(StoredFile(*row))
+        self._first_expiry = self._find_first_expiry()
+
+    def _find_first_expiry(self) -> float:
+        [[found]] = self._rows("SELECT min(expires_at) FROM shown_files")
+        return math.inf if found is None else float(found)
 
     # ---- batches ----
 
@@ -383,24 +411,24 @@ class BatchStore:
         if self._closed is not None:
             raise replace(self._closed)
 
-    def _write(self, query: str, *values: object) -> None:
-        """Change the index. On a full disk, first free the reserve and the room of the index's log."""
+    def _write(self, query: str, *values: object) -> int:
+        """Change the index; return the number of rows. On a full disk, free the reserve and the room of its log."""
         with self._lock:
             self._check_open()
             self._folder.check()
             try:
-                self._execute(query, *values)
+                return self._execute(query, *values)
             except (OSError, sqlite3.OperationalError) as error:
                 if not is_full(error):
                     raise
                 self._folder.give_reserve()
                 with suppress(sqlite3.OperationalError):
                     self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._execute(query, *values)
+                return self._execute(query, *values)
 
-    def _execute(self, query: str, *values: object) -> None:
+    def _execute(self, query: str, *values: object) -> int:
         with limit_told(self._folder.index):
-            self._db.execute(query, values)
+            return self._db.execute(query, values).rowcount
 
     def _drop(self, table: str, id: str) -> None:
         """Remove a row. If the disk has no room even for that, hide the row until the next start."""

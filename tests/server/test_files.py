@@ -256,6 +256,35 @@ def test_file_that_has_expired_is_gone_and_makes_room(tmp_path: Path) -> None:
     store.close()
 
 
+def test_sum_of_the_files_is_kept_and_not_asked_of_the_index(tmp_path: Path) -> None:
+    """An upload takes no longer for the files that are there."""
+    now, asked = [1000.0], list[str]()
+
+    def check(store: BatchStore, n_bytes: int) -> None:
+        with pytest.raises(HttpProblemError, match=f"have {n_bytes} of at most 100 bytes"):
+            store.reserve(101)
+
+    for n_before in (0, 10):  # the second server counts what is there
+        store = BatchStore(tmp_path / "kept", 100, lambda: now[0])
+        check(store, n_before)
+        store._db.set_trace_callback(asked.append)
+        kept = []
+        for seconds in (None, 3600):
+            with store.arriving() as arriving:
+                asked.clear()
+                arriving.write(b"x" * 10)
+                assert asked == []
+                kept += [arriving.keep("a", "batch", seconds, "")]
+        store.put_file(kept[0].id, "a", "batch", 10, None, "")  # which changes nothing
+        check(store, n_before + 20)
+        now[0] += 3600
+        check(store, n_before + 10)
+        if n_before:
+            store.delete_file(kept[0].id, "")
+            check(store, n_before)
+        store.close()
+
+
 def test_folder_is_private_and_has_one_server(tmp_path: Path) -> None:
     with kept_app(tmp_path) as app:
         upload(app, b"x")
