@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,8 +96,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     for kind in ("STATE", "CACHE"):
         os.environ[f"XDG_{kind}_HOME"] = str(tmp_path_factory.mktemp(kind.lower()))
     if "PYTEST_XDIST_WORKER" in os.environ:  # what one process finds out about a model, all know
-        notes = tmp_path_factory.getbasetemp().parent / "notes"
-        notes.mkdir(exist_ok=True)
+        notes = _common(tmp_path_factory, "notes")
         own = Path(os.environ["XDG_CACHE_HOME"]) / "cbatch"
         own.mkdir()
         (own / "notes").symlink_to(notes)
@@ -208,11 +209,30 @@ def _package() -> Path:
     return Path(spec.origin).parent
 
 
+def _common(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that the processes of pytest-xdist have in common."""
+    folder = factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _written_once(path: Path, write: Callable[[Path], object]) -> Path:
+    """Return the path of a file that the first process to ask for it has written."""
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_name(f"part-{path.name}")
+            part.unlink(missing_ok=True)
+            write(part)
+            part.replace(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
     """Return a factory of models: a name in `SHAPES` or a `Shape`, and what to change in it."""
-    folder = tmp_path_factory.mktemp("models")
-    written: dict[str, Path] = {}
+    folder = _common(tmp_path_factory, "models")
 
     def write(
         shape: str | Shape = "test",
@@ -228,10 +248,10 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
         base = SHAPES[shape] if isinstance(shape, str) else shape
         changed = Shape(**{**asdict(base), **sizes})
         key = repr((changed, seed, sorted((metadata or {}).items())))
-        if key not in written:
-            path = folder / f"{len(written)}-{changed.type}.gguf"
-            written[key] = write_model(path, changed, seed=seed, metadata=metadata)
-        return written[key]
+        name = f"{sha256(key.encode()).hexdigest()[:16]}-{changed.type}.gguf"
+        return _written_once(
+            folder / name, lambda part: write_model(part, changed, seed=seed, metadata=metadata)
+        )
 
     return write
 
@@ -241,13 +261,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a factory of models by a name in `tests.zoo`; files are shared, so read only."""
     from tests.zoo import write_arch
 
-    folder = tmp_path_factory.mktemp("zoo")
-
-    def write(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        return path if path.exists() else write_arch(name, path)
-
-    return write
+    folder = _common(tmp_path_factory, "zoo")
+    return lambda name: _written_once(folder / f"{name}.gguf", partial(write_arch, name))
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,8 @@ SMALLEST = Shape(1, 32, 1, 1, 32, 400, "f32")
 QUANTISABLE = Shape(1, 256, 4, 2, 256, 400, "q4_k_m")
 DIRECT = [name for name, kind in WEIGHT_TYPES.items() if kind.is_direct]
 MIXED = [name for name, kind in WEIGHT_TYPES.items() if not kind.is_direct]
+LONG = {"iq1_m", "iq2_xs"}
+"""Each takes llama.cpp seconds for a table that another mix needs too."""
 MIXTURE: dict[str, Any] = {"n_expert": 4, "n_expert_used": 2}
 WINDOWS: dict[str, Any] = {"n_window": 16}
 SIZES: dict[str, Any] = {"ctx_per_seq": 256, "n_threads": 1}
@@ -189,7 +191,14 @@ def test_greedy_outputs_differ_and_wander(
     model.close()
 
 
-@pytest.mark.parametrize("type", MIXED)
+def test_types_have_the_numbers_that_gguf_says() -> None:
+    known = {kind.name.partition("_")[2].lower(): kind.value for kind in gguf.LlamaFileType}
+    assert {name: known[name] for name in WEIGHT_TYPES} == {
+        name: kind.file_type for name, kind in WEIGHT_TYPES.items()
+    }
+
+
+@pytest.mark.parametrize("type", [type for type in MIXED if type not in LONG])
 def test_model_of_every_mix_loads_and_decodes(synth: SynthFactory, type: str) -> None:
     sizes = MIXTURE if type == "mxfp4_moe" else {}
     model = open_model(synth(QUANTISABLE, type=type, **sizes))
@@ -378,13 +387,13 @@ def test_model_needs_a_small_part_of_its_size_in_memory(tmp_path: Path) -> None:
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "write_model('warm.gguf', Shape(1, 2048, 1, 1, 2048, 4000, 'q8_0'))\n"
         "before = peak()\n"
-        "path = write_model('a.gguf', Shape(1, 2048, 1, 1, 2048, 60_000, 'q8_0'))\n"
+        "path = write_model('a.gguf', Shape(1, 2048, 1, 1, 2048, 20_000, 'q8_0'))\n"
         "print(peak() - before, path.stat().st_size)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
     n_more, n_bytes = map(int, done.stdout.split())
-    assert n_bytes > 250e6
+    assert n_bytes > 80e6
     assert n_more < n_bytes / 5
 
 

@@ -29,7 +29,7 @@ def memory_of(path: Path) -> Memory:
 
     from cbatch.backend.load.open_model import open_model
 
-    model = open_model(path)
+    model = open_model(path, is_trial=True)  # in this process, and not in another before
     try:
         if llama_cpp.llama_model_is_recurrent(model.pointer):
             return "state"
