@@ -1,4 +1,4 @@
-"""How much the tests with many cases try: `full`, as CI runs them, and `fast`."""
+"""How much the tests with many cases try: `full`, as CI runs them, `fast`, and `nightly`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 Case = TypeVar("Case")
 
-settings.register_profile("full", deadline=None)
+settings.register_profile("nightly", deadline=None)
+settings.register_profile("full", deadline=None, max_examples=40)
 settings.register_profile("fast", deadline=None, max_examples=5)
+
+PARTS = {"nightly": 1, "full": 3, "fast": 30}
+"""Of how many random examples, or lines of code to be struck at, a profile tries one; examples differ in each run."""
 
 
 def load(name: str) -> None:
@@ -26,13 +30,17 @@ def is_fast() -> bool:
 
 
 def examples(n: int) -> int:
-    """Return `n` in the profile `full`, a thirtieth of it in `fast`."""
-    return max(2, n // 30) if is_fast() else n
+    """Return `n` in the profile `nightly`, a third of it in `full`, a thirtieth in `fast`."""
+    return max(2, n // _part())
 
 
 def lines_apart(n: int) -> int:
-    """Return how many lines after another a signal strikes: `n` in the profile `full`, more in `fast`."""
-    return 4 * n if is_fast() else n
+    """Return how many lines or steps after another something strikes: `n` in `nightly`, more in `full` and `fast`."""
+    return n * min(_part(), 4)
+
+
+def _part() -> int:
+    return PARTS.get(settings.get_current_profile_name(), 1)
 
 
 def some(cases: Sequence[Case], n: int = 2) -> Sequence[Case]:

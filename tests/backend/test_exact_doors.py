@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 ANSWER: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 3}
-LENGTHS = [*range(3, 15), 31, 32, 63, 64, 65, 72, 128, 200, 257, 330, 400, 600]
+LENGTHS = [*range(3, 13), 31, 63, 64, 65, 72, 200, 257, 600]
 DOORS: list[dict[str, Any]] = [
     {"n_threads": 2},
     {"n_threads": 1},
@@ -43,14 +43,16 @@ def answers(path: Path, parallel: int, **settings: Any) -> tuple[str, Said]:
         return engine.fingerprint["exact"], [result.logprobs for result in results]
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_k_m", "f16"])
+@pytest.mark.parametrize(
+    ("type", "doors"), [("q8_0", DOORS), ("q4_k_m", DOORS[::3]), ("f16", DOORS[1:3])]
+)
 def test_bits_are_the_same_in_process_in_a_worker_and_in_replicas(
-    synth: SynthFactory, type: str
+    synth: SynthFactory, type: str, doors: list[dict[str, Any]]
 ) -> None:
     path = synth("exact", type=type)
-    (settings, expected), *others = [answers(path, 16, **door) for door in DOORS]
+    (settings, expected), *others = [answers(path, 16, **door) for door in doors]
     assert [said for said, _ in others] == [settings] * len(others)
-    for door, (_, found) in zip(DOORS[1:], others, strict=True):
+    for door, (_, found) in zip(doors[1:], others, strict=True):
         assert found == expected, door
     assert len({tuple(t.token_id for t in said or ()) for said in expected}) == len(LENGTHS)
 

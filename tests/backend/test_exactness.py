@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
-N_PROMPTS, N_SLOTS, N_WINDOW = 48, 16, 1024
+N_PROMPTS, N_SLOTS, N_WINDOW = 24, 16, 1024
 LENGTHS = (3, 600)
 N_GREEDY = 8
 TYPES = ["q8_0", "q4_0", "f16", "bf16", "q4_k_m", "q6_k", "iq4_xs"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-EXPERTS = {"n_expert": 4, "n_expert_used": 2}
+EXPERTS = {"n_expert": 4, "n_expert_used": 2, "n_layer": 1}
 
 on_tiles = pytest.mark.cpu("its kernels do not change with the rows of an expert")
 
