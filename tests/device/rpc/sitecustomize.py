@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-_DEVICES = "cbatch.backend.load.devices"
+_DEVICES = "cbatch.backend.devices"
 
 
 class _WithServers:
