@@ -15,7 +15,7 @@ import typer
 from cbatch.backend.named_library import use_library
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
-from cbatch.engine_options import EngineOptions, Speculate
+from cbatch.engine_options import EngineOptions, Policy, Speculate
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import Format
 from cbatch.files.places import file_of
@@ -317,7 +317,11 @@ OPTIONS = (
     _model(
         "memory_mib", "Most MiB for the KV cache, if no sizes are given.", "half of what is free"
     ),
-    _schedule("policy", "Which request comes next: fcfs, priority, shortest or round_robin."),
+    _schedule(
+        "policy",
+        f"Which request comes next: {', '.join(get_args(Policy)[:-1])} or {get_args(Policy)[-1]}.",
+        completion=among(get_args(Policy)),
+    ),
     _schedule("quantum", "Tokens of a round_robin turn.", "64"),
     _schedule("ageing_s", "Seconds of waiting that raise the priority by one.", "10"),
     _schedule(
