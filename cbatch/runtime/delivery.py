@@ -39,10 +39,11 @@ def deliver(
         if driver.finish_reason is None:
             target = routes[driver.request.id].target
             driver.reply.is_watched = target.is_streamed
-            if not target.is_streamed:
+            if target.is_streamed:
+                if chunk := take_chunk(driver, by_token=target.wants_tokens):
+                    parcels.setdefault(target, ([], []))[0].append(chunk)
+            elif driver.request.n_logprobs is not None:
                 make_logprobs(driver)
-            elif chunk := take_chunk(driver, by_token=target.wants_tokens):
-                parcels.setdefault(target, ([], []))[0].append(chunk)
     for driver in ended:
         target, place, _ = routes.pop(driver.request.id)
         chunks, results = parcels.setdefault(target, ([], []))

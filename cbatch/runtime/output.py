@@ -72,9 +72,8 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
 
 def make_logprobs(driver: SequenceDriver) -> None:
     """Make the log-probabilities of new tokens for the result: all at its end would hold up the other sequences."""
-    if driver.request.n_logprobs is not None:
-        driver.reply.feed(driver.output)
-        _output_logprobs(driver)
+    driver.reply.feed(driver.output)
+    _output_logprobs(driver)
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
