@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.cpu("a device decides other things")]
 
 SIZES: dict[str, Any] = {"parallel": 4, "n_ctx": 4 * N_CELLS}
 

@@ -94,6 +94,7 @@ def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
     assert host_most() == 300_001 + 24 * 1024
 
 
+@pytest.mark.cpu("weights are mapped there")
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
     n_mapped = partial(host_limits._mapped, str(test_model))
     n_others = n_mapped()  # which other tests have open
