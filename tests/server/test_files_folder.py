@@ -412,6 +412,9 @@ def test_manifest_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
         manifest.set_settings({str(i): "x" * 4096 for i in range(99)})
     assert is_full(told.value)
     assert "ulimit -f" in str(told.value)
+    with files_of_at_most(4096), pytest.raises(OutputError) as unmade:
+        Manifest(tmp_path / "n", tmp_path / "out.jsonl")
+    assert is_full(unmade.value)
 
 
 # ---- any damage ----

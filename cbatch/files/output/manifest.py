@@ -211,11 +211,12 @@ class Manifest:
                 raise ConfigError(
                     f"{self._output}: another run is writing to it: wait for its end, or give another output"
                 ) from error
-            reason = getattr(error, "strerror", None) or error
+            cause = self._cause_of(error)
+            reason = getattr(cause, "strerror", None) or cause
             raise ConfigError(
                 f"{self._home}: the manifest cannot be opened: {reason}: give an output in a folder where "
                 "files can be written and locked"
-            ) from error
+            ) from cause
         except sqlite3.DatabaseError as error:
             raise _damaged(self._home, error) from error
 
@@ -312,7 +313,7 @@ class Manifest:
             return OutputError(self.path, disk.refusal_of(error, *files_of_manifest(self.path)))
         return _damaged(self._home, error)
 
-    def _cause_of(self, error: sqlite3.DatabaseError) -> Exception:
+    def _cause_of(self, error: Exception) -> Exception:
         return system_error_of(error, *files_of_manifest(self.path))
 
     # ---- settings, files, records ----
