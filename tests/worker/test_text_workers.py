@@ -182,10 +182,10 @@ def test_feeds_that_wait_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LocalRuntime, "enter", late)
     with engine_over(FakeBackend(2, 64)) as engine:
         response = engine.embed(str(i) for i in range(300))
-        pool = runtime_of(engine).pool
-        wait_until(lambda: len(pool._entrance) == 1)
+        feeds = runtime_of(engine).pool._entrance
+        wait_until(lambda: len(feeds) == 1)
         closing = in_thread(engine.close)
-        wait_until(lambda: not len(pool._entrance))
+        wait_until(lambda: not len(feeds))
         gate.set()
         closing()
         with pytest.raises(BatchError, match="ended after 65: EngineClosedError"):
