@@ -96,7 +96,7 @@ def test_aligned_chunks_have_no_drafts() -> None:
     speculate=st.sampled_from(["auto", "ngram", "job", 1, 2, 3, 5, MAX_DRAFTS]),
     memory=st.sampled_from([MEMORY, KvCapabilities("unified", 600, can_draft=True, can_save=True)]),
 )
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(1800), deadline=None)
 def test_random_workload_is_answered_as_without_drafts(
     n: int,
     n_prompt: int,

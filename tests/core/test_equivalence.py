@@ -613,7 +613,7 @@ def known_of(options: RunOptions, result: BatchResult, n_prompt: int) -> dict[st
 
 
 @given(workloads())
-@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(1800), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
     with short_limits(workload.n_targets):
         rig, requests = play(workload)
