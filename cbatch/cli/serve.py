@@ -40,14 +40,12 @@ from cbatch.loading import best_replicas, check_replicas
 from cbatch.server.server_settings import ServerSettings
 from cbatch.support.checks import check_text, reading
 from cbatch.support.hub import local_model
-from cbatch.support.logs import FIELDS, Log
+from cbatch.support.logs import FIELDS
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from cbatch.server.ending import Ending
-
-_log = Log("cbatch.reload")
 
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
@@ -212,8 +210,7 @@ def serve(
         app, why_no_files = _with_files(
             partial(create_app, engine, **settings), files_dir, default_folder(port, uds)
         )
-        files = app.state.desk.settings.files_dir
-        again = partial(_renewed, partial(create_app, **settings), files)
+        again = partial(create_app, **settings)
         renewal = Renewal(partial(local_model, given["model"]), load, again)
         front = Front(app, renewal, grace_s)
         stack.enter_context(on_hangup(front.ask))
@@ -293,18 +290,6 @@ def _with_files(
         if folder is not None:
             raise
         return create(), f"no files and batches here: {error}: name another folder with --files-dir"
-
-
-def _renewed(
-    create: "Callable[..., Starlette]", folder: str | None, engine: cbatch.Engine
-) -> "Starlette":
-    """Return the application for a reloaded model; without files and batches if their folder is no longer usable."""
-    if folder is not None:
-        try:
-            return create(engine, files_dir=folder)
-        except ConfigError as error:
-            _log.warn("files and batches are off after the reload: %s", error)
-    return create(engine)
 
 
 def _notes(app: "Starlette") -> Sequence[str]:

@@ -97,6 +97,9 @@ class Question(Protocol):
         """Return the answer of a result, also of one with an error."""
 
 
+Check: TypeAlias = Callable[[], object]
+"""Called for each line; what it raises ends the work, which a later call does from there or anew."""
+
 Ask: TypeAlias = Callable[[dict[str, Any]], Question | ServedReply]
 """Returns what a body asks, or the answer that refuses it; must not raise."""
 
@@ -352,7 +355,7 @@ class ServedBatch:
         with self._journal() as journal:
             self._count(journal)
 
-    def salvage(self) -> None:
+    def salvage(self, check: Check = bool) -> None:
         """Count what is there for the last time; without a manifest that fits, whole lines are kept.
 
         Raises:
@@ -362,13 +365,14 @@ class ServedBatch:
             self.recount()
         except CHANGED:
             places = self.places.answers, self.places.errors
-            self.n_done, self.n_failed = map(_keep_whole_lines, places)
+            self.n_done, self.n_failed = (_keep_whole_lines(path, check) for path in places)
 
-    def conclude(self, code: str, message: str) -> None:
+    def conclude(self, code: str, message: str, check: Check = bool) -> None:
         """Write for each line without an answer that it never ran. Raises as `run`."""
         error = ItemError(code, message)
         with self._lines(lambda body: _NOT_ASKED) as lines, self._journal() as journal:
             for n, item in enumerate(lines, 1):
+                check()
                 rival = rival_key(item)
                 claim = journal.claim(item_key(item), _digest(item), item.number, rival)
                 if claim in ("new", "duplicate"):
@@ -400,12 +404,13 @@ class _Named(Struct):
 _id_of = msgspec.json.Decoder(_Named).decode
 
 
-def _keep_whole_lines(path: Path) -> int:
+def _keep_whole_lines(path: Path, check: Check) -> int:
     """Remove what is no line of ours from a file of answers or errors; return the lines that stay."""
     n_lines = 0
     if path.is_file():
         with path.open("rb") as lines, durable.whole(path) as part, part.open("wb") as kept:
             for line in filter(_is_ours, lines):
+                check()
                 kept.write(line)
                 n_lines += 1
     return n_lines

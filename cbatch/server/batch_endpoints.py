@@ -18,6 +18,7 @@ from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
     draining,
+    files_not_open,
     refused,
     too_large,
     unknown_field,
@@ -51,7 +52,9 @@ _WINDOW_S = 30 * 86_400
 
 
 def batches_of(desk: Desk) -> Batches:
-    """Return the server's batches. Raises a `HttpProblemError` where it keeps none."""
+    """Return the server's batches. Raises a `HttpProblemError` where it keeps none, or none yet."""
+    if desk.lacks_files:
+        raise files_not_open()
     if desk.batches is None:
         message = "this server keeps no files and runs no batches: start it with a files_dir"
         raise HttpProblemError(404, message, "files_not_kept")

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct
 from cbatch.chat.vector_calls import CALLS as VECTOR_CALLS
 from cbatch.chat.vector_calls import VectorCall, VectorPrompt, error_in
 from cbatch.errors import CBatchError
-from cbatch.files.served_batch import Ask, ServedReply
+from cbatch.files.served_batch import Ask, Check, ServedReply
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.batch_index import MESSAGES, StoredBatch
 from cbatch.server.call import Call, fingerprint_of
@@ -156,11 +156,12 @@ _answer_of = msgspec.json.Decoder(_AnswerLine).decode
 _error_of = msgspec.json.Decoder(_ErrorLine).decode
 
 
-def usage_of(answers: Path) -> dict[str, Any]:
+def usage_of(answers: Path, check: Check = bool) -> dict[str, Any]:
     """Return the tokens of a file of answers, by the names of OpenAI's batches."""
     n: Counter[str] = Counter()
     with answers.open("rb") as lines:
         for line in lines:
+            check()
             body = _answer_of(line).response.body
             if isinstance(body, list):  # scores as TEI tells them, without tokens
                 continue
@@ -205,10 +206,14 @@ def _check(call: Call, settings: ServerSettings) -> None:
         raise bad_request("model is missing", "model")
 
 
-def n_never_ran_in(errors: Path) -> int:
+def n_never_ran_in(errors: Path, check: Check = bool) -> int:
     """Return how many lines of a file of errors are of requests that were not asked."""
+    n_lines = 0
     with errors.open("rb") as lines:
-        return sum(bytes(_error_of(line).response) == b"null" for line in lines)
+        for line in lines:
+            check()
+            n_lines += bytes(_error_of(line).response) == b"null"
+    return n_lines
 
 
 def _refusal(problem: HttpProblemError, endpoint: str) -> ServedReply:

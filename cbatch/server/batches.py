@@ -171,6 +171,10 @@ class _StoppedError(Exception):
     """The server ends: the batch goes on with the next one."""
 
 
+_ENDS_LATER = (*_PASSING, EngineError, sqlite3.Error, _StoppedError)
+"""Errors for which the end of a batch that is given up waits."""
+
+
 class Batches:
     """All batches of one server. Every method from any thread; each may wait for the disk."""
 
@@ -201,6 +205,8 @@ class Batches:
         """Gives turns; begins with the first batch."""
         self.is_closed, self._closed = False, draining()
         """Whether all work is left to the next server."""
+        self._leaving: list[threading.Thread] = []
+        """Threads that may work once this is closed."""
         for batch in store.unfinished():
             self._jobs[batch.id] = _BatchJob(batch, is_counted=not batch.kept_engine)
         if self._jobs:
@@ -310,29 +316,39 @@ class Batches:
 
     # ---- the end ----
 
-    def close(self, within_s: float = CLOSE_S, problem: HttpProblemError | None = None) -> None:
+    def close(self, within_s: float = CLOSE_S, problem: HttpProblemError | None = None) -> bool:
         """End all work, to be continued by the next server on the same folder; calls that still come get `problem`.
 
         Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
+
+        Returns:
+            Whether the folder is free; else another call waits on.
         """
         with self._changed:
-            self.is_closed, self._closed = True, problem or draining()
-            jobs = [*self._jobs.values()]
-            self._changed.notify_all()
-        for job in jobs:
-            job.stop()
+            if not self.is_closed:
+                self._begin_end()
+            self._closed = problem or draining()
         ends_s = time.monotonic() + within_s
-        found = [self._keeper, _cancel_all(jobs), *(job.thread for job in jobs)]
-        threads = [thread for thread in found if thread is not None]
-        for thread in threads:
+        for thread in self._leaving:
             thread.join(max(0.0, ends_s - time.monotonic()))
         self._room.close()
         with self._changed:
             is_quiet = self._changed.wait_for(
                 lambda: not self._entering.total(), max(0.0, ends_s - time.monotonic())
             )
-        if is_quiet and not any(thread.is_alive() for thread in threads):
+        is_free = is_quiet and not any(thread.is_alive() for thread in self._leaving)
+        if is_free:
             self.store.close(problem)
+        return is_free
+
+    def _begin_end(self) -> None:
+        """Have all work end; within the lock."""
+        self.is_closed, jobs = True, [*self._jobs.values()]
+        for job in jobs:
+            job.stop()
+        found = [self._keeper, _cancel_all(jobs), *(job.thread for job in jobs)]
+        self._leaving = [thread for thread in found if thread is not None]
+        self._changed.notify_all()
 
     # ---- turns ----
 
@@ -451,7 +467,7 @@ class Batches:
         try:
             self._salvage(job.batch)
             self._fail(job, [problem])
-        except (*_PASSING, EngineError, sqlite3.Error):
+        except _ENDS_LATER:
             return _AGAIN_S
         return _NEVER
 
@@ -459,10 +475,10 @@ class Batches:
         """Make files of what a batch has answered; where that fails, its folder is moved aside."""
         try:
             run = self._served(batch, ItemGate(self._room))
-            run.salvage()
+            run.salvage(self._check_open)
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
             self._publish(batch)
-        except (*_PASSING, EngineError, sqlite3.Error):
+        except _ENDS_LATER:
             raise
         except Exception:
             _log.fail(f"the answers of batch {batch.id} cannot be published")
@@ -590,10 +606,12 @@ class Batches:
         ending = "cancelled" if batch.status == "cancelling" else batch.kept_ending
         if batch.in_progress_at is not None and ending != "completed":
             run = job.run or self._served(batch, ItemGate(self._room))
-            run.conclude(*_NEVER_RAN[ending])
+            run.conclude(*_NEVER_RAN[ending], self._check_open)
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
             if batch.n_failed:
-                batch.kept_n_never_ran = n_never_ran_in(self._places(batch).errors)
+                batch.kept_n_never_ran = n_never_ran_in(
+                    self._places(batch).errors, self._check_open
+                )
         self._publish(batch)
         with self._changed:
             self._move(job, ending, f"{ending}_at")
@@ -609,7 +627,7 @@ class Batches:
             name = f"{kind}_file_id"
             setattr(batch, name, (getattr(batch, name) or new_file_id()) if n else None)
         is_told = batch.n_completed and not batch.is_of_messages
-        batch.usage = usage_of(places.answers) if is_told else None
+        batch.usage = usage_of(places.answers, self._check_open) if is_told else None
         with self._changed:
             self.store.save(batch)  # the ids are known before there are files
         for kind, n, path in made:

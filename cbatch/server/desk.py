@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -162,16 +162,31 @@ class Desk:
         self.meters = Meters()
         self.answers = HeldAnswers(settings.max_answers_mib)
         self.room = BatchRoom(engine)
-        self.batches = self._opened_batches()
-        self.exposition = Exposition(self.pulse, self.meters, self.model_name, self.batches)
+        self.batches: Batches | None = None
+        self.exposition = Exposition(self.pulse, self.meters, self.model_name)
+        self.files_dir = settings.files_dir
+        """Folder of files and batches; None where the server keeps none."""
+        self.open_files()
 
-    def _opened_batches(self) -> Batches | None:
-        """Return the batches of the server's folder, those that have not ended under way; None without a folder."""
-        settings = self.settings
-        if settings.files_dir is None:
-            return None
-        store = BatchStore(Path(settings.files_dir), settings.max_stored_mib * MIB)
-        return Batches(self.engine, store, self.room, settings, self.model_name)
+    @property
+    def lacks_files(self) -> bool:
+        """Whether the folder of files and batches is not open yet."""
+        return self.files_dir is not None and self.batches is None
+
+    def open_files(self) -> None:
+        """Open the folder of files, if there is one and it is not open; its batches that have not ended go on.
+
+        Raises:
+            ConfigError: it cannot be used now.
+        """
+        if self.files_dir is None or self.batches is not None:
+            return
+        store = BatchStore(Path(self.files_dir), self.settings.max_stored_mib * MIB)
+        with ExitStack() as opened:
+            opened.callback(store.close)
+            batches = Batches(self.engine, store, self.room, self.settings, self.model_name)
+            opened.pop_all()
+        self.batches = self.exposition.batches = batches
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Leave the batches to the next server on the same folder; waits until what they have done is on disk."""
@@ -180,10 +195,13 @@ class Desk:
 
     def leave_batches(
         self, within_s: float = CLOSE_S, problem: HttpProblemError | None = None
-    ) -> None:
-        """Leave the batches to the next server, as `close` does; their calls get `problem`, all others continue."""
-        if self.batches is not None:
-            self.batches.close(within_s, problem)
+    ) -> bool:
+        """Leave the batches to the next server, as `close` does; their calls get `problem`, all others continue.
+
+        Returns:
+            Whether the next server can open the folder; else another call waits on.
+        """
+        return self.batches is None or self.batches.close(within_s, problem)
 
     def warn_of_unknown(self, asked: RequestFields) -> None:
         """Log a warning for each unknown field of a call, once for each name."""

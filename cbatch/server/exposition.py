@@ -260,10 +260,10 @@ _ITL = "cbatch:itl_seconds vllm:inter_token_latency_seconds"
 class Exposition(Collector):
     """All metrics of one server, in a registry of its own. Reading changes nothing."""
 
-    def __init__(
-        self, pulse: Pulse, meters: Meters, model_name: str, batches: Batches | None = None
-    ) -> None:
-        self._pulse, self._meters, self._batches = pulse, meters, batches
+    def __init__(self, pulse: Pulse, meters: Meters, model_name: str) -> None:
+        self._pulse, self._meters = pulse, meters
+        self.batches: Batches | None = None
+        """The server's batches; None where it keeps none."""
         self._labels = {"vllm": {"model_name": model_name, "engine": "0"}}
         """Labels of all metrics of a dialect."""
         self.registry = CollectorRegistry()
@@ -295,7 +295,7 @@ class Exposition(Collector):
             age = "Seconds since the engine told its figures; it tells them between runs."
             yield from self._figures("cbatch:figures_age_seconds", age, self._pulse.age_s)
         yield from self._of_answers()
-        if (batches := self._batches) is not None:
+        if (batches := self.batches) is not None:
             words = "Batches that have ended, by status."
             ended = {status: batches.n_ended[status] for status in ENDED}
             yield from self._figures("cbatch:batches_total", words, ended, "status")

@@ -30,8 +30,14 @@ _log = Log("cbatch.reload")
 _LAST_S = 5.0
 """Most seconds for short calls to end before the applications change, and for the last bytes of ended ones."""
 
-_LEAVE_S = 60.0
-"""Most seconds to stop the requests of running batches. Our choice: a long step of the old model."""
+_FILES_S = 2.0
+"""Most seconds for which new calls wait until the files and batches have changed hands. Our choice."""
+
+_LEAVE_S = 1.0
+"""Most seconds of one wait for batches to be left. Our choice: the end of the server waits for it, too."""
+
+_AGAIN_S = 2.0
+"""Seconds until a folder of files that could not be opened is tried again. Our choice."""
 
 _LOOK_S = 0.02
 """Seconds between two looks at calls that are to end. Our choice."""
@@ -46,7 +52,7 @@ class Renewal:
     Args:
         find: returns the model; may wait, as for a download.
         load: returns an engine for it that is not open yet.
-        create: returns an application over that engine, which continues the batches; may wait.
+        create: returns an application over that engine, without a folder of files, which it gets later; may wait.
     """
 
     find: Callable[[], Any]
@@ -71,7 +77,8 @@ class Front:
     """Passes new calls to the newest application. Calls of an older one have some time to end there.
 
     A reload loads the model beside the old one. If that fails, the old model stays in use; otherwise new calls get the
-    new model. Old calls that are still running after the grace period end with an error that names the reload.
+    new model. Old calls that are still running after the grace period end with an error that names the reload. The new
+    application has the files and batches as soon as the old one has left them.
     """
 
     def __init__(
@@ -83,6 +90,10 @@ class Front:
         self._renewal, self._grace_s = renewal, grace_s
         self._is_asked = self._is_draining = False
         self._task: asyncio.Task[None] | None = None
+        self._leaving: list[Desk] = []
+        """Those of older applications that may still have the folder of files open."""
+        self._handover: asyncio.Task[None] | None = None
+        """Opens the folder of files for the newest application."""
         self._change: asyncio.Event | None = None
         """Set once the applications have changed; new calls wait for it."""
         self._state: State = "none"
@@ -176,20 +187,62 @@ class Front:
         engine = renewal.load(await anyio.to_thread.run_sync(renewal.find))
         await engine.__aenter__()  # cancelling this ends the load
         self._own.append(engine)
-        old, change = self._served[-1], asyncio.Event()
-        # fast uploads and the like end where they began; new calls wait for none of them
-        await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
-        self._change = change
         try:
-            await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S, reloading())
-            self._serve(_RunningApp(await anyio.to_thread.run_sync(renewal.create, engine)))
+            new = _RunningApp(await anyio.to_thread.run_sync(renewal.create, engine))
         except Exception:
             await self._close(engine)
             raise
+        old = self._served[-1]
+        # fast uploads and the like end where they began; new calls wait for none of them
+        await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
+        await self._end_handover()
+        self._change = change = asyncio.Event()
+        try:
+            self._serve(new)
+            self._begin_handover(old.desk, new.desk)
+            await _until(lambda: not new.desk.lacks_files, _FILES_S)
         finally:
             self._change = None
             change.set()
         return old
+
+    def _begin_handover(self, old: Desk, new: Desk) -> None:
+        """Have the new application take over the files and batches."""
+        new.files_dir = old.files_dir
+        self._leaving.append(old)
+        self._handover = asyncio.create_task(self._hand_over(new))
+
+    async def _end_handover(self) -> None:
+        """Open the folder of files for no application from now on."""
+        if self._handover is not None:
+            self._handover.cancel()
+            await asyncio.wait([self._handover])
+
+    async def _hand_over(self, new: Desk) -> None:
+        """Open the folder of files for a new application; where that fails, try again."""
+        told = ""
+        while words := await self._take_over(new):
+            if words != told:
+                _log.warn(
+                    "files and batches are off after the reload, until this passes: %s", words
+                )
+            told = words
+            await anyio.sleep(_AGAIN_S)
+        if told:
+            _log.warn("files and batches are on again")
+
+    async def _take_over(self, new: Desk) -> str:
+        """Open the folder once the older applications have left it; return why it is not open, "" if it is."""
+        try:
+            while self._leaving:
+                leave = self._leaving[0].leave_batches
+                if not await anyio.to_thread.run_sync(leave, _LEAVE_S, reloading()):
+                    return "the old model's batches have not stopped yet"
+                del self._leaving[0]
+            await anyio.to_thread.run_sync(new.open_files)
+        except Exception as error:  # whatever failed, it may pass
+            return words_of(error)
+        return ""
 
     async def _close(self, engine: Engine) -> None:
         """Close an engine that gets no new calls; its workers have a minute to end."""
@@ -206,13 +259,15 @@ class Front:
 
     def cancel(self) -> None:
         """Break off a reload. In the event loop."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._task, self._handover):
+            if task is not None:
+                task.cancel()
 
     def close_desks(self, within_s: float) -> None:
         """Leave the batches to the next server."""
-        for served in [*self._served]:
-            served.desk.close(within_s)
+        desks = *self._leaving, *(served.desk for served in self._served)
+        for desk in dict.fromkeys(desks):
+            desk.close(within_s)
 
     def close_own_engines(self, within_s: float) -> None:
         """Close engines that were loaded here."""

@@ -170,6 +170,12 @@ def reloading() -> HttpProblemError:
     return HttpProblemError(503, message, "model_reloading", headers=SOON)
 
 
+def files_not_open() -> HttpProblemError:
+    """Return the problem of a call for files or batches that comes before their folder is open."""
+    message = "files and batches are not available yet after the reload of the model: ask again"
+    return HttpProblemError(503, message, "files_not_open", headers=SOON)
+
+
 def no_worker(seconds: float) -> HttpProblemError:
     """Return the problem of a server without a worker; the next start is in `seconds`."""
     headers = {"retry-after": str(whole_seconds(seconds))}

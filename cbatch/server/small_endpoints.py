@@ -44,7 +44,8 @@ async def health(desk: Desk, exchange: Exchange) -> None:
     if not found.problem:
         state = "none" if desk.front is None else desk.front.state
         reload = {} if state == "none" else {"reload": state}
-        said = {"status": found.status, "in_flight": desk.n_in_flight, **reload}
+        files = {"files": "not open"} if desk.lacks_files else {}
+        said = {"status": found.status, "in_flight": desk.n_in_flight, **reload, **files}
         await exchange.respond_json(said)
         return
     problem = unwell(found.problem, found.retry_s)

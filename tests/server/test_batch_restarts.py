@@ -111,6 +111,44 @@ def test_engine_that_is_closed_or_hangs_leaves_its_batches_to_the_next(
         assert len(answers(app, ended(app, id))) == N
 
 
+def test_server_may_end_at_any_line_of_the_end_of_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_lines, backend = 6, GatedBackend(2, 256, hold_at=10)
+    n_checks = i_end = 0
+    has_stopped = threading.Event()
+
+    def check(kept: batches.Batches) -> None:
+        nonlocal n_checks
+        n_checks += 1
+        if n_checks > i_end:
+            has_stopped.set()
+            raise EngineClosedError("as if killed")
+
+    with monkeypatch.context() as patch, kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, lines(*(line(f"r{i}") for i in range(n_lines))))
+        backend.wait_until_held()
+        patch.setattr(batches.Batches, "_check_open", check)
+        call(app, f"/v1/batches/{id}/cancel", method="POST")
+        backend.release_when_asked()
+    for i_end in range(99):
+        n_checks, folder = 0, tmp_path / str(i_end)
+        has_stopped.clear()
+        shutil.copytree(tmp_path / "kept", folder / "kept")
+        with monkeypatch.context() as patch:
+            patch.setattr(batches.Batches, "_check_open", check)
+            with kept_app(folder) as app:
+                wait_until(
+                    lambda: has_stopped.is_set() or batch_of(app, id)["status"] == "cancelled"
+                )
+        with kept_app(folder) as app:
+            batch = ended(app, id)
+            assert (batch["status"], len(answers(app, batch))) == ("cancelled", n_lines)
+        if not has_stopped.is_set():
+            break
+    assert i_end == n_checks == 2 * n_lines  # every line is written or found, and counted
+
+
 STEPS = ("save", "adopt_file", "put_file")
 
 

@@ -14,7 +14,7 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError
-from cbatch.server import batch_store, create_app
+from cbatch.server import batch_index, batch_store, create_app
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.multipart_upload import Upload
@@ -23,10 +23,13 @@ from tests.server.kept import kept_app, upload
 
 if TYPE_CHECKING:
     import socket
+    import sqlite3
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from starlette.applications import Starlette
+
+    from cbatch.server.files_folder import FilesFolder
 
 BOUNDARY = b"----x"
 TYPE = b"multipart/form-data; boundary=----x"
@@ -256,9 +259,18 @@ def test_file_that_has_expired_is_gone_and_makes_room(tmp_path: Path) -> None:
     store.close()
 
 
-def test_sum_of_the_files_is_kept_and_not_asked_of_the_index(tmp_path: Path) -> None:
+def test_sum_of_the_files_is_kept_and_not_asked_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An upload takes no longer for the files that are there."""
-    now, asked = [1000.0], list[str]()
+    now, asked, open_index = [1000.0], list[str](), batch_index.open_index
+
+    def opened(folder: FilesFolder) -> sqlite3.Connection:
+        db = open_index(folder)
+        db.set_trace_callback(asked.append)
+        return db
+
+    monkeypatch.setattr(batch_store, "open_index", opened)
 
     def check(store: BatchStore, n_bytes: int) -> None:
         with pytest.raises(HttpProblemError, match=f"have {n_bytes} of at most 100 bytes"):
@@ -267,7 +279,6 @@ def test_sum_of_the_files_is_kept_and_not_asked_of_the_index(tmp_path: Path) -> 
     for n_before in (0, 10):  # the second server counts what is there
         store = BatchStore(tmp_path / "kept", 100, lambda: now[0])
         check(store, n_before)
-        store._db.set_trace_callback(asked.append)
         kept = []
         for seconds in (None, 3600):
             with store.arriving() as arriving:

@@ -13,10 +13,13 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ModelLoadError
+from cbatch.files.served_batch import ServedBatch
 from cbatch.server import create_app
+from cbatch.server.desk import Desk
 from cbatch.server.front import Renewal, on_hangup
 from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, running, wait_until
+from tests.server.kept import line, lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +64,7 @@ class Models:
         assert self.may_create.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
-        return create_app(engine, **self.settings)
+        return create_app(engine, **{**self.settings, "files_dir": None})
 
 
 def served(
@@ -147,22 +150,32 @@ def test_load_that_fails_keeps_the_old_model() -> None:
         assert window(client) == 512
 
 
-def test_calls_wait_while_applications_change_and_health_does_not() -> None:
-    models = Models()
-    models.may_create.clear()
+def test_calls_wait_while_applications_change_and_health_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.server.front._FILES_S", PATIENCE_S)
+    opened, is_opening, may_open = Desk.open_files, threading.Event(), threading.Event()
+
+    def held(desk: Desk) -> None:
+        if desk.files_dir is not None:
+            is_opening.set()
+            assert may_open.wait(PATIENCE_S)
+        opened(desk)
+
+    models = Models(files_dir=tmp_path / "kept")
     with served(models) as server, server.client() as client:
+        monkeypatch.setattr(Desk, "open_files", held)
         client.post(LOAD)
-        assert models.is_creating.wait(PATIENCE_S)
+        assert is_opening.wait(PATIENCE_S)
         asked = in_thread(lambda: window(client))
         assert httpx.get(server.url + "/health").json()["reload"] == "loading"
-        models.may_create.set()
-        assert asked() in (256, 512)  # the first where it came before
+        may_open.set()
+        assert asked() == 512
         until_done(client)
-        assert window(client) == 512
 
 
-def test_application_that_cannot_be_made_leaves_the_old_one() -> None:
-    models = Models()
+def test_application_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
+    models = Models(files_dir=tmp_path / "kept")
     models.may_create.clear()
     with served(models) as server, server.client() as client:
         client.post(LOAD)
@@ -171,6 +184,7 @@ def test_application_that_cannot_be_made_leaves_the_old_one() -> None:
         models.may_create.set()
         wait_until(lambda: client.get("/health").json().get("reload") == "failed")
         assert window(client) == 256
+        assert client.get("/v1/files").status_code == 200
         assert models.loaded[0].outage is not None  # closed
 
 
@@ -205,6 +219,78 @@ def test_batches_go_on_with_the_new_model(tmp_path: Path) -> None:
         counts = client.get(f"/v1/batches/{id}").json()["request_counts"]
         assert counts == {"total": 1, "completed": 1, "failed": 0}
         assert models.loaded[0].stats().n_steps > 0
+
+
+def batch_in(client: httpx.Client, *requests: dict[str, Any]) -> str:
+    """The id of a new batch."""
+    file = client.post(
+        "/v1/files", files={"file": ("a", lines(*requests))}, data={"purpose": "batch"}
+    )
+    asked = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": file.json()["id"]}
+    id: str = client.post("/v1/batches", json=asked).json()["id"]
+    return id
+
+
+@pytest.mark.parametrize("n_reloads", [1, 2])
+def test_batch_that_does_not_stop_holds_up_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_reloads: int
+) -> None:
+    monkeypatch.setattr("cbatch.server.front._FILES_S", 0.01)
+    concluded, is_concluding, may_conclude = (
+        ServedBatch.conclude,
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def slowly(*args: Any) -> None:
+        is_concluding.set()
+        assert may_conclude.wait(PATIENCE_S)
+        concluded(*args)
+
+    monkeypatch.setattr(ServedBatch, "conclude", slowly)
+    models, backend = Models(files_dir=tmp_path / "kept"), GatedBackend(2, 256, hold_at=1)
+    with served(models, backend) as server, server.client() as client:
+        id = batch_in(client, line("a"), line("b"))
+        backend.wait_until_held()
+        client.post(f"/v1/batches/{id}/cancel")
+        backend.release()
+        assert is_concluding.wait(PATIENCE_S)
+        for _ in range(n_reloads):
+            client.post(LOAD)
+            until_done(client)
+        assert window(client) == 512
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        assert client.get("/health").json()["files"] == "not open"
+        answer = client.get(f"/v1/batches/{id}")
+        assert error_of(answer, 503)["code"] == "files_not_open"
+        assert answer.headers["retry-after"]
+        may_conclude.set()
+        wait_until(lambda: "files" not in client.get("/health").json())
+        wait_until(lambda: client.get(f"/v1/batches/{id}").json()["status"] == "cancelled")
+        counts = client.get(f"/v1/batches/{id}").json()["request_counts"]
+        assert (counts["total"], counts["completed"] + counts["failed"]) == (2, 2)
+
+
+def test_folder_that_is_not_usable_amid_a_reload_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_FILES_S", "_AGAIN_S"):
+        monkeypatch.setattr(f"cbatch.server.front.{name}", 0.01)
+    models, marker = Models(files_dir=tmp_path / "kept"), tmp_path / "kept" / "CBATCH_FILES"
+    with served(models) as server, server.client() as client:
+        id = batch_in(client, line("a"))
+        wait_until(lambda: client.get(f"/v1/batches/{id}").json()["status"] == "completed")
+        moved = marker.rename(tmp_path / "marker")
+        client.post(LOAD)
+        until_done(client)
+        assert client.get("/health").json()["files"] == "not open"
+        moved.rename(marker)
+        wait_until(lambda: client.get("/v1/files").status_code == 200)
+        assert client.get(f"/v1/batches/{id}").json()["status"] == "completed"
+        assert "files" not in client.get("/health").json()
+    [said] = [record for record in caplog.messages if "until this passes" in record]
+    assert "CBATCH_FILES" in said
+    assert "files and batches are on again" in caplog.messages
 
 
 FORM = (
