@@ -59,6 +59,10 @@ class MadeUpResponse:
         self.is_cancelled = True
         self._engine.n_cancelled += 1
 
+    def leave(self) -> None:
+        """Cancel."""
+        self.cancel()
+
 
 class VectorEngine(Engine):
     """See the module."""

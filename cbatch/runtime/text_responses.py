@@ -112,6 +112,10 @@ class TextResponse(ABC, Generic[R]):
         """Cancel the texts that have not ended, and read no more; return how many."""
         return self._response.cancel()
 
+    def leave(self) -> None:
+        """Cancel the texts that have not ended, and read no more. Does not wait."""
+        self._response.leave()
+
     def _in_order(self, *, returns_errors: bool) -> list[R]:
         with self._made_anew():
             found = self._response.results(return_errors=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
             _check(call, settings)
             call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
-            call.see_vocabulary(engine, facts)
+            deque(call.see_vocabulary(engine, facts), maxlen=0)
             call.see_defaults(engine.options, facts.sampling, fingerprint)
             return LineQuestion(call, call.asked.common.model or model, endpoint)
         except (HttpProblemError, CBatchError) as error:

@@ -30,7 +30,7 @@ from cbatch.support.logs import Log
 from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -114,8 +114,8 @@ class Call(ABC):
         first = BatchPrompt(tokens=[facts.bos_id])
         self.prompts = [first if prompt is EMPTY else prompt for prompt in self.prompts]
 
-    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
-        """Find the tokens of texts that have a bias, which are added to those of tokens. May wait for the engine.
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> Iterator[None]:
+        """Find the tokens of texts that have a bias, which are added to those of tokens. Yields after each question.
 
         Raises:
             HttpProblemError: the biases are too many or too large.
@@ -125,6 +125,7 @@ class Call(ABC):
         for text, bias in asked.biased_texts:
             for token in engine.tokenize(text, add_special=False):
                 biases[token] = biases.get(token, 0.0) + bias
+            yield
         if asked.biased_texts:
             with field_errors("logit_bias"):
                 asked.options = replace(asked.options, logit_bias=biases)
@@ -218,7 +219,7 @@ class Answering:
             )
         call.see_facts(sizes.facts)
         if call.asks_vocabulary:
-            await desk.ask(self._exchange, call.see_vocabulary, desk.engine, sizes.facts)
+            await desk.ask_each(self._exchange, call.see_vocabulary(desk.engine, sizes.facts))
         if call.asked.common.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
@@ -288,7 +289,8 @@ class Answering:
         response = None if is_counted or counts_queue else self._run_soon()
         if response is None:
             if is_counted or has_queue:
-                call.n_prompt_tokens = await desk.ask(self._exchange, self._checked_tokens)
+                counts = await desk.ask_each(self._exchange, self._checked_tokens())
+                call.n_prompt_tokens = sum(counts)
                 desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
             response = await desk.in_thread(self._run)
         visit.response = response
@@ -326,11 +328,12 @@ class Answering:
             return [prompts[0].named(id)]
         return [prompt.named(f"{id}.{i}") for i, prompt in enumerate(prompts)]
 
-    def _checked_tokens(self) -> int:
-        """Return the tokens of all prompts; a prompt that cannot run raises its error."""
+    def _checked_tokens(self) -> Iterator[int]:
+        """Yield the tokens of each prompt; one that cannot run raises its error."""
         engine = self._desk.engine
         settled = run_options_of(engine, self._call.asked.options)
-        return sum(checked_tokens(engine, prompt, settled) for prompt in self._call.prompts)
+        for prompt in self._call.prompts:
+            yield checked_tokens(engine, prompt, settled)
 
     def _opened(self, tasks: TaskGroup) -> EventStream:
         """Return a stream whose silences are filled from now on, also while prompts are counted."""

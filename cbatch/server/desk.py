@@ -62,7 +62,13 @@ _ASK_S = 5.0
 _CALLS = Threads("calls", _N_THREADS)
 
 _LARGE_QUESTIONS = Threads("large_questions", 4)
-"""Those that ask about large bodies. A worker reads and answers each in one piece, so few are under way. Our choice."""
+"""Those that ask about large bodies, or go on with many questions.
+
+A worker answers each question in one piece, so few are under way. Our choice.
+"""
+
+_TURN_S = 0.02
+"""Seconds of many questions after which others of their kind have a turn. Our choice."""
 
 
 @dataclass(eq=False)
@@ -125,6 +131,21 @@ class EngineSizes:
             "multimodal": facts.can_see or facts.can_hear,
         }
         return [name for name, can in able.items() if can]
+
+
+def _threads_for(exchange: Exchange) -> Threads:
+    """Return the threads that ask about what a client has sent."""
+    return _CALLS if exchange.is_small else _LARGE_QUESTIONS
+
+
+def _go_on(answers: Iterator[T], found: list[T]) -> bool:
+    """Take answers for one turn; return whether there may be more."""
+    end_s = time.perf_counter() + _TURN_S
+    for answer in answers:
+        found.append(answer)
+        if time.perf_counter() >= end_s:
+            return True
+    return False
 
 
 async def keep_asking(newest: Callable[[], Desk]) -> None:
@@ -228,9 +249,19 @@ class Desk:
             ClientGoneError: the client has left before its turn.
         """
         with self._question():
-            if exchange.is_small:
-                return await self.in_thread(question, *args, **named)
-            return await exchange.in_turn(_LARGE_QUESTIONS, question, *args, **named)
+            return await exchange.in_turn(_threads_for(exchange), question, *args, **named)
+
+    async def ask_each(self, exchange: Exchange, answers: Iterator[T]) -> list[T]:
+        """Return the answers to a client's questions, each of which is put when its answer is taken. Raises as `ask`.
+
+        However many they are, others have turns between them, and none is put once the client has left.
+        """
+        found: list[T] = []
+        threads = _threads_for(exchange)
+        with self._question():
+            while await exchange.in_turn(threads, _go_on, answers, found):
+                threads = _LARGE_QUESTIONS
+        return found
 
     @contextmanager
     def _question(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from cbatch.server.request_fields import Dialect, RequestFields, asked_of
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from cbatch.engine import Engine
     from cbatch.support.model_facts import ModelFacts
@@ -98,9 +98,9 @@ class InfillCall(LlamaCall):
         """True: texts are always tokenized."""
         return True
 
-    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> Iterator[None]:
         """Make the prompt: other files, the text before the gap, and the text after it."""
-        super().see_vocabulary(engine, facts)
+        yield from super().see_vocabulary(engine, facts)
 
         def tokens_of(text: str) -> list[int]:
             return engine.tokenize(text, add_special=False) if text else []
@@ -115,14 +115,14 @@ class InfillCall(LlamaCall):
         prefix = _last(prefix, n_near * 3 // 4)
         suffix = suffix[: max(0, n_near // 4 - len(begun) - 2)]
         near = [*first, fim["pre"], *prefix, *begun, fim["suf"], *suffix, fim["mid"]]
-        extra = _extra_tokens(self._extra, fim, tokens_of, n_room - len(near))
+        extra = yield from _extra_tokens(self._extra, fim, tokens_of, n_room - len(near))
         self.prompts = [BatchPrompt(tokens=[*extra, *near])]
 
 
 def _extra_tokens(
     files: Sequence[_OtherFile], fim: Mapping[str, int], tokens_of: Tokens, n_most: int
-) -> list[int]:
-    """Return the last `n_most` tokens of other files, or all."""
+) -> Generator[None, None, list[int]]:
+    """Return the last `n_most` tokens of other files, or all. Yields after each file."""
 
     def head(name: str) -> list[int]:
         return [fim["sep"], *tokens_of(f"{name}\n")] if "sep" in fim else tokens_of(_SNIPPET)
@@ -132,6 +132,7 @@ def _extra_tokens(
         if len(found) >= n_most:
             break
         found = [*head(file.filename), *tokens_of(file.text), *found]
+        yield
     if "rep" in fim:
         found = [fim["rep"], *tokens_of("myproject\n"), *found]
     return _last(found, n_most)

@@ -68,12 +68,16 @@ class LlamaCall(Call):
         """Whether texts must be tokenized before the call can run."""
         return super().asks_vocabulary or any(map(_is_mixed, self._said))
 
-    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> Iterator[None]:
         """Tokenize texts that have a bias, and texts that are mixed with tokens in a prompt."""
-        super().see_vocabulary(engine, facts)
+        yield from super().see_vocabulary(engine, facts)
         for i, said in enumerate(self._said):
             if _is_mixed(said):
-                self.prompts[i] = BatchPrompt(tokens=_joined(engine, said))
+                tokens: list[int] = []
+                for some in _tokens_of_pieces(engine, said):
+                    tokens += some
+                    yield
+                self.prompts[i] = BatchPrompt(tokens=tokens)
 
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any] | LazyList:
         """Return the whole answer: a list where there are several."""
@@ -248,11 +252,10 @@ def _prompt(said: Any, place: str) -> BatchPrompt:
     return BatchPrompt(prompt="".join(texts) or shown(said))
 
 
-def _joined(engine: Engine, said: Sequence[Any]) -> list[int]:
-    """Return the tokens of a mixed prompt; a text at its beginning gets the BOS token."""
-    tokens: list[int] = []
+def _tokens_of_pieces(engine: Engine, said: Sequence[Any]) -> Iterator[Sequence[int]]:
+    """Yield the tokens of each piece of a mixed prompt; a text at its beginning gets the BOS token."""
     for i, piece in enumerate(said):
-        is_text = isinstance(piece, str)
-        some = engine.tokenize(piece, add_special=not i) if is_text and piece else ()
-        tokens += some if is_text else [piece]
-    return tokens
+        if not isinstance(piece, str):
+            yield (piece,)
+        elif piece:
+            yield engine.tokenize(piece, add_special=not i)

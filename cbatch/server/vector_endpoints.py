@@ -22,7 +22,7 @@ from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -45,8 +45,8 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     with desk.visit(n_sequences, sizes.n_slots) as visit:
         with visit.scope:
             if needs_slots and desk.settings.max_queue_tokens is not None:
-                n_tokens = await desk.ask(exchange, _n_tokens, call, desk.engine)
-                desk.count_tokens(visit, n_tokens, sizes.n_slots)
+                counts = await desk.ask_each(exchange, _n_tokens(call, desk.engine))
+                desk.count_tokens(visit, sum(counts), sizes.n_slots)
             results = await _results(desk, exchange, call)
             visit.is_computed = True
             if visit.held is not None:
@@ -74,7 +74,7 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
         await exchange.while_client_stays(work)
     finally:
         for response in responses[len(found) :]:
-            response.cancel()
+            response.leave()
     return found
 
 
@@ -84,14 +84,14 @@ def _size_of(results: Sequence[Any]) -> int:
     return sum(_N_RESULT_BYTES + (0 if v is None else int(v.nbytes)) for v in vectors)
 
 
-def _n_tokens(call: Any, engine: Engine) -> int:
-    """Return the tokens of the requests by which documents are judged; those that cannot be judged have none."""
-    n_tokens = 0
+def _n_tokens(call: Any, engine: Engine) -> Iterator[int]:
+    """Yield the tokens of each request by which a document is judged; one that cannot be judged has none."""
     for _, _, made in judge_prompts(call, engine):
+        n_tokens = 0
         if not isinstance(made, CBatchError):
             with suppress(CBatchError):
-                n_tokens += engine.count_tokens(made, options=made.options)
-    return n_tokens
+                n_tokens = engine.count_tokens(made, options=made.options)
+        yield n_tokens
 
 
 def _begun(call: VectorCall, engine: Engine) -> list[Any]:

@@ -74,6 +74,20 @@ def call(
     return anyio.run(ask, backend=backend)
 
 
+def leave_once(app: Starlette, path: str, body: Any, is_so: Callable[[], bool]) -> None:
+    """Call, and leave as soon as it is so; return when the application is done with that."""
+
+    async def leave() -> None:
+        transport = httpx.ASGITransport(app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        async with client, anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: client.post(path, json=body))
+            await anyio.to_thread.run_sync(wait_until, is_so)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(leave)
+
+
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     """The events of a stream that ended as it should, without the comments of its silences."""
     assert response.status_code == 200, response.text

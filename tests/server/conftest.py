@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from traceback import format_stack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch import load
+from cbatch.runtime.commands import Command
+from cbatch.runtime.waking import is_in_event_loop
 from cbatch.server import create_app
+from cbatch.worker.connection import Reply
 from tests.server.clients import Running, fake_app, running
 from tests.server.kept import kept_app
 
@@ -17,6 +21,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from starlette.applications import Starlette
+
+
+@pytest.fixture(autouse=True)
+def loop_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Let no event loop wait for what an engine answers: all clients would. A test of such waits clears the list."""
+    found: list[str] = []
+
+    def watch(kind: Any) -> None:
+        wait = kind.wait
+
+        def checked(asked: Any) -> Any:
+            if is_in_event_loop() and not asked._done.is_open:
+                found.append("".join(format_stack()))
+                raise AssertionError("an event loop would wait for an engine")
+            return wait(asked)
+
+        monkeypatch.setattr(kind, "wait", checked)
+
+    watch(Command)
+    watch(Reply)
+    yield found
+    assert not found, found[0]
 
 
 @contextmanager

@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import httpx
 import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench.experiments.http_load import request
 from cbatch.response import Timings, Usage
+from cbatch.runtime.waking import call_soon_here
 from cbatch.server import create_app
 from cbatch.server.desk import Desk
+from cbatch.server.exchange import Threads
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.meters import Meters
 from cbatch.server.server_settings import ServerSettings
@@ -39,7 +42,6 @@ from tests.worker.links import engine_over
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import httpx
     from starlette.applications import Starlette
 
 
@@ -124,6 +126,76 @@ def test_slow_reader_stops_nobody() -> None:
                 part = slow.recv(2**16)
                 assert part
                 data += part
+
+
+# ---- many questions of one call ----
+
+TEXTS = [f"text {i}" for i in range(50)]
+MANY: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompts": (COMPLETIONS, {"prompt": TEXTS}),
+    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": [[text, 1] for text in TEXTS]}),
+    "pieces": ("/completion", {"prompt": [piece for text in TEXTS for piece in (text, 5)]}),
+    "documents": ("/v1/rerank", {"query": "q", "documents": TEXTS}),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_client_that_left_has_nothing_more_tokenized(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = MANY[kind]
+    monkeypatch.setattr("cbatch.server.desk._TURN_S", 0.0)
+    backend, n_tokenized = FakeBackend(2, 1024), 0
+    tokenize = backend.vocab.tokenize
+
+    async def main(app: Starlette) -> None:
+        asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        call_soon, has_left = call_soon_here(), anyio.Event()
+
+        def counted(text: str) -> list[int]:
+            nonlocal n_tokenized
+            n_tokenized += text.count("text")
+            call_soon(has_left.set)
+            return tokenize(text)
+
+        async def receive() -> Any:
+            if asked:
+                return asked.pop()
+            if not has_left.is_set():  # else it does not wait, as a server's does not
+                await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        monkeypatch.setattr(backend.vocab, "tokenize", counted)
+        await app(scope_of(path), receive, send)
+
+    with fake_app(engine=Engine(backend), max_queue_tokens=10**6) as app:
+        anyio.run(main, app)
+        assert app.state.desk.is_idle
+    assert 0 < n_tokenized < len(TEXTS) // 2
+
+
+def test_call_with_many_prompts_holds_no_thread_that_others_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.server.desk._CALLS", Threads("few_calls", 1))
+    monkeypatch.setattr("cbatch.server.desk._TURN_S", 0.0)
+    has_begun, is_answered = threading.Event(), threading.Event()
+
+    def count(engine: Engine, prompt: Any, options: Any) -> int:
+        assert not has_begun.is_set() or is_answered.wait(60)
+        has_begun.set()
+        return 1
+
+    monkeypatch.setattr("cbatch.server.call.checked_tokens", count)
+    with fake_app(2, 1024) as app, running(app) as server, server.client() as client:
+        many = in_thread(lambda: httpx.post(server.url + COMPLETIONS, json=MANY["prompts"][1]))
+        assert has_begun.wait(60)
+        assert client.post("/tokenize", json={"content": "a"}).status_code == 200
+        is_answered.set()
+        assert many().status_code == 200
 
 
 # ---- silence ----

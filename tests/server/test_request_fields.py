@@ -246,7 +246,7 @@ def test_bias_of_a_text_is_that_of_its_tokens(path: str) -> None:
             {"ab": 2, "a": 1, "98": False, "99": 4.5},
         ):
             found = read(path, logit_bias=said)
-            found.see_vocabulary(engine, engine.model_facts)
+            assert [*found.see_vocabulary(engine, engine.model_facts)]
             biases = {97: 3.0, 98: -math.inf, 99: 4.5}
             assert found.asked.options.logit_bias == biases
 
@@ -263,7 +263,7 @@ def test_wrong_bias_is_refused_by_name(path: str) -> None:
     with Engine(FakeBackend(2, 64)) as engine:
         for said in BIASES:
             with pytest.raises(HttpProblemError) as caught:
-                read(path, logit_bias=said).see_vocabulary(engine, engine.model_facts)
+                _ = [*read(path, logit_bias=said).see_vocabulary(engine, engine.model_facts)]
             assert caught.value.param == "logit_bias"
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import re
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import anyio
-import httpx
 import numpy as np
 import pytest
 
@@ -16,11 +15,12 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from tests.runtime.backends import GatedBackend, in_thread
-from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
+from tests.server.clients import CHAT, USER, call, error_of, fake_app, leave_once
 from tests.vector_engine import N_LIMIT, VectorEngine, score_of, vector_of
+from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from starlette.applications import Starlette
 
@@ -244,19 +244,40 @@ def test_client_that_leaves_cancels_its_texts() -> None:
     engine = VectorEngine()
     engine.may_go.clear()
     with vector_app(engine) as app:
-
-        async def leave() -> None:
-            transport = httpx.ASGITransport(app)
-            client = httpx.AsyncClient(transport=transport, base_url="http://test")
-            async with client, anyio.create_task_group() as tasks:
-                tasks.start_soon(lambda: client.post(EMBEDDINGS, json={"input": "a"}))
-                await anyio.to_thread.run_sync(lambda: wait_until(lambda: bool(engine.asked)))
-                tasks.cancel_scope.cancel()
-
-        anyio.run(leave)
+        leave_once(app, EMBEDDINGS, {"input": "a"}, lambda: bool(engine.asked))
         assert app.state.desk.n_visits == 0
     assert engine.n_cancelled == 1
     engine.may_go.set()
+
+
+@pytest.mark.parametrize("make", [Engine, engine_over])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": ["a", "b"]}),
+        (RERANK, {"query": "q", "documents": ["a", "b"]}),
+        (SCORE, {"text_1": ["p", "q"], "text_2": ["a", "b"]}),
+    ],
+)
+def test_client_that_leaves_waits_for_no_engine(
+    path: str, body: dict[str, Any], make: Callable[[GatedBackend], Engine]
+) -> None:
+    """See `loop_waits`."""
+    backend = GatedBackend(2, 1024, hold_at=0)
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go.wait()
+
+    backend.hold_texts = hold
+    with fake_app(engine=make(backend)) as app:
+        try:
+            leave_once(app, path, body, lambda: is_held.is_set() or backend.is_held)
+        finally:
+            may_go.set()
+            backend.release()
+        assert app.state.desk.n_visits == 0
 
 
 @pytest.mark.parametrize(
