@@ -396,7 +396,7 @@ class Texts:
     def _computed(
         self, group: Sequence[WaitingText]
     ) -> dict[bytes, NDArray[np.float32] | CBatchError]:
-        """Return the vector of each digest, or the error of its text. What fails together is tried alone."""
+        """Return the vector of each digest, or the error of its text. What fails in company is tried alone."""
         own = {text.digest: text for text in group}
         embedder = self._embedder(group[0].kind.pooling)
         try:
@@ -410,10 +410,12 @@ class Texts:
             return dict.fromkeys(own, _failure(error))
         self._stats.embed_s += took_s
         self._stats.n_text_tokens += sum(len(text.tokens) for text in own.values())
-        return {
-            text.digest: _checked(vector)
-            for text, vector in zip(own.values(), vectors, strict=True)
-        }
+        checked = dict(zip(own, map(_checked, vectors), strict=True))
+        if len(own) > 1:
+            failed = [own[d] for d, vector in checked.items() if isinstance(vector, CBatchError)]
+            for text in failed:
+                checked |= self._computed([text])
+        return checked
 
     def _vectors(
         self, embedder: Embedder, group: Sequence[WaitingText], own: Sequence[WaitingText]

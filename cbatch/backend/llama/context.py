@@ -183,7 +183,7 @@ def _yarn_ext_factor(model: LlamaModel, options: EngineOptions) -> float:
     said, prefix = model.metadata, f"{model.architecture}.rope.scaling."
     factor = options.yarn_ext_factor
     if factor is None:
-        factor = float(said.get(f"{prefix}yarn_ext_factor", "-1"))
+        factor = model.number_of(f"{prefix}yarn_ext_factor", -1)
     if factor >= 0:
         return factor
     return float((options.rope_scaling or said.get(f"{prefix}type")) == "yarn")

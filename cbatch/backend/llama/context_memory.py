@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -15,11 +16,12 @@ from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.errors import EngineError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.positions import FlatPictures
     from cbatch.backend.llama.saved import SavedFormat
+    from cbatch.core.plan import TokenLogprobs
     from cbatch.core.span import Span
 
 
@@ -367,8 +369,13 @@ class ContextMemory:
         if state is not None and not self._load_state(slot, state):
             raise EngineError(f"slot {slot} could not be restored after a pad row")
 
-    def add(self, chunks: Sequence[Span], tokens: Sequence[Sequence[int]]) -> None:
-        """Count the cells of at least one step that was done, by what was sampled; note whose row was broken.
+    def add(
+        self,
+        chunks: Sequence[Span],
+        tokens: Sequence[Sequence[int]],
+        scores: Mapping[Slot, Sequence[TokenLogprobs]],
+    ) -> None:
+        """Count the cells of at least one step that was done, by what was sampled; note whose row or score was broken.
 
         A row that is not broken shows that its cells are finite; a recurrent state may still grow.
         """
@@ -382,6 +389,10 @@ class ContextMemory:
                 self._maybe_nonfinite_cells.discard(chunk.slot)
                 if self._found.state is None:
                     self._maybe_nonfinite.discard(chunk.slot)
+
+        for slot, found in scores.items():
+            if any(math.isnan(score.logprob) for score in found):
+                self._suspect(slot)
 
     def _suspect(self, slot: Slot) -> None:
         self._maybe_nonfinite.add(slot)

@@ -145,12 +145,15 @@ class LlamaEmbedder:
                 teams().join()
             try:
                 with self._watch.turns(take_turn):
-                    return [*self._computed(self._needed(texts))]
+                    found = [*self._computed(self._needed(texts))]
             except BaseException:
                 self._free()  # what it holds is unknown
                 raise
             finally:
                 llama_log().drain()
+            if not all(vector is None or np.isfinite(vector).all() for vector in found):
+                self._free()  # without flash attention, NaN in its free cells would reach later texts
+            return found
 
     def hurry(self) -> None:
         """Have a turn taken soon; see `cbatch.backend.Embedder`."""

@@ -404,7 +404,7 @@ class LlamaBackend:
             else self._elastic.run(plan, self._run_with)
         )
         if result.n_steps:
-            self._cells.add(plan.spans, result.tokens)
+            self._cells.add(plan.spans, result.tokens, result.scores)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
             result = self._runner.follow(plan.spans, result)
@@ -458,7 +458,7 @@ class LlamaBackend:
         found = self._run_steps(StepPlan(again, adapters=plan.adapters))
         if not found.n_steps:
             return result
-        self._cells.add(again, found.tokens)
+        self._cells.add(again, found.tokens, found.scores)
         return _mended(result, broken, found)
 
     @property

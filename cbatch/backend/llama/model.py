@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import threading
 import weakref
@@ -259,6 +260,15 @@ class LlamaModel:
                 return re.sub("^LLAMA_FTYPE_(MOSTLY_|ALL_)?", "", name).lower()
         return "unknown"
 
+    def number_of(self, key: str, default: float) -> float:
+        """Return a number of the file's metadata. llama.cpp writes it as this process's locale does.
+
+        Raises:
+            ValueError: the file has something else there.
+        """
+        said = self.metadata.get(key)
+        return default if said is None else float(said.replace(",", "."))
+
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
         """Sampling values that the file recommends and `RunOptions` accepts, by their names there."""
@@ -266,7 +276,7 @@ class LlamaModel:
         for name, key in _SAMPLING_KEYS.items():
             # no number, or one that `RunOptions` refuses
             with suppress(ValueError, OverflowError):
-                value = float(self.metadata.get(key, "nan"))
+                value = self.number_of(key, math.nan)
                 if name in ("top_k", "repeat_last_n"):
                     value = int(value)
                 RunOptions.of({name: value})

@@ -19,7 +19,8 @@ from cbatch.backend.load.loader import load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import EngineClosedError, PlanError, UnsupportedTaskError
+from cbatch.errors import EmbeddingError, EngineClosedError, PlanError, UnsupportedTaskError
+from tests.backend.damage import without_numbers
 from tests.oracle.embeddings import PlainEmbedder
 from tests.zoo import write_arch
 
@@ -238,6 +239,23 @@ def test_exact_vectors_are_the_same_bits_alone_and_together(models: Any, name: s
         anew = np.concatenate([engine.embed([text]).array() for text in texts[::7]])
     assert np.array_equal(together[::7], alone)
     assert np.array_equal(together[::7], anew)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_text_of_nan_fails_alone(synth: SynthFactory, tmp_path: Path, pooling: Pooling) -> None:
+    path = without_numbers(synth(type="f16", tied=False), tmp_path / "model.gguf", 5)
+    texts = [[300 + i, 7, 8, *range(20, 20 + 9 * i)] for i in range(8)]
+    broken = [5, *range(300, 500)]
+    with cbatch.load(path, flash_attn="off", parallel=2, ctx_per_seq=512) as engine:
+        expected = engine.embed(texts[:4], pooling=pooling).array()
+        [found] = engine.embed([broken], pooling=pooling).results(return_errors=True)
+        assert isinstance(found.error, EmbeddingError)
+    with cbatch.load(path, flash_attn="off", parallel=2, ctx_per_seq=512) as engine:
+        engine.embed([broken], pooling=pooling).results(return_errors=True)
+        later = engine.embed(texts[:4], pooling=pooling).array()
+        assert np.allclose(later, expected, atol=1e-3)
+        mixed = engine.embed([*texts[4:], broken[:-1]], pooling=pooling)
+        assert [r.error is None for r in mixed.results(return_errors=True)] == [*[True] * 4, False]
 
 
 def test_model_for_chats_embeds_beside_a_chat() -> None:

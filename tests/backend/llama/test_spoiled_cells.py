@@ -12,6 +12,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from tests.backend.damage import without_numbers
 from tests.backend.slots import OTHER, PROMPT, bound_backends, chunk, go_on, held
@@ -87,6 +88,20 @@ def test_cells_of_nan_are_overwritten_when_their_sequence_ends(
         rows += [go_on(backend, n_held, LONG[1:101], 4), go_on(backend, 3, PROMPT, 4)]
         assert (held(backend)[n_held], held(backend)[3]) == (103, len(PROMPT) + 3)
         found.append(rows)
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("given", [{"kv": "partitioned"}, {"exact": True}])
+def test_scored_prompt_of_nan_changes_nothing_of_the_next(make: Make, given: Any) -> None:
+    found = []
+    for is_spoiled in (False, True):
+        backend = make("whole", flash_attn="off", **given)
+        if is_spoiled:
+            scored = Span(Slot(0), 0, LONG[:60], has_output=False, targets=LONG[1:61])
+            scores = backend.run(StepPlan((scored,))).scores[Slot(0)]
+            assert all(np.isnan(score.logprob) for score in scores)
+            backend.run(StepPlan((), clears=(Slot(0),)))
+        found.append(go_on(backend, 0, PROMPT, 4))
     assert found[1] == found[0]
 
 

@@ -68,6 +68,14 @@ def test_sampling_defaults_come_from_the_file(synth: SynthFactory) -> None:
     model.close()
 
 
+def test_number_of_the_file_is_read_with_a_decimal_comma_too(random_model: Path) -> None:
+    model = open_model(random_model)
+    said = {"general.sampling.temp": "0,500000", "general.sampling.min_p": "much"}  # as in de_DE
+    model.metadata = {**model.metadata, **said}
+    assert model.sampling_defaults == {"temperature": 0.5}
+    model.close()
+
+
 def test_sampling_default_out_of_range_is_left_out(synth: SynthFactory) -> None:
     said = {
         "general.sampling.temp": float("nan"),
