@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import llm
-from llm.parts import ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 from pydantic import create_model
 
 from cbatch.errors import CBatchError
+from cbatch.integrations._llm_words import as_openai, end_of, events_of, options_of
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.engine_spec import EngineSpec
-    from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.batch_response import BatchResponse
 
 _TYPES = {"int | None": int, "float | None": float, "bool | None": bool, "str | None": str}
@@ -70,8 +69,8 @@ class _Chats(_LoadedOnce):
 
     def _submit(self, engine: Engine, prompt: Any) -> BatchResponse:
         self._keep()
-        chat = [each for message in prompt.messages for each in _as_openai(message)]
-        return engine.submit(chat, options=_options_of(prompt))
+        chat = [each for message in prompt.messages for each in as_openai(message)]
+        return engine.submit(chat, options=options_of(prompt))
 
 
 class Cbatch(_Chats, llm.Model):
@@ -82,8 +81,8 @@ class Cbatch(_Chats, llm.Model):
         with self.spec.shared() as engine:
             answer = self._submit(engine, prompt)
             for chunk in answer:
-                yield from _events_of(chunk)
-            yield from _end_of(answer.result(), response)
+                yield from events_of(chunk)
+            yield from end_of(answer.result(), response)
 
 
 class AsyncCbatch(_Chats, llm.AsyncModel):
@@ -96,70 +95,10 @@ class AsyncCbatch(_Chats, llm.AsyncModel):
         async with self.spec.shared() as engine:
             answer = self._submit(engine, prompt)
             async for chunk in answer:
-                for event in _events_of(chunk):
+                for event in events_of(chunk):
                     yield event
-            for event in _end_of(await answer.only(), response):
+            for event in end_of(await answer.only(), response):
                 yield event
-
-
-# ---- what is asked and told, in `llm`'s words and in those of OpenAI's API ----
-
-
-def _options_of(prompt: Any) -> dict[str, Any]:
-    """Return the options that a prompt of `llm` has, with its schema and tools."""
-    options: dict[str, Any] = prompt.options.model_dump(exclude_none=True)
-    if prompt.schema:
-        schema = {"schema": prompt.schema, "strict": True}
-        options["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return {**options, "tools": [_tool(tool) for tool in prompt.tools]}
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-    said = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": said}
-
-
-def _as_openai(message: Any) -> Iterator[dict[str, Any]]:
-    """Yield a message as OpenAI's API has it: one for each answer of a tool."""
-    said: dict[str, Any] = {"role": message.role, "content": ""}
-    for part in message.parts:
-        if isinstance(part, ToolResultPart):
-            yield {"role": "tool", "content": part.output, "tool_call_id": part.tool_call_id}
-        elif isinstance(part, ToolCallPart):
-            call = {"name": part.name, "arguments": part.arguments}
-            asked = {"id": part.tool_call_id, "type": "function", "function": call}
-            said.setdefault("tool_calls", []).append(asked)
-        elif isinstance(part, TextPart):
-            said["content"] += part.text
-        elif not isinstance(part, ReasoningPart):
-            raise click.ClickException(f"cbatch reads text, not {type(part).__name__}")
-    if said["content"] or "tool_calls" in said:
-        yield said
-
-
-def _events_of(chunk: BatchOutputChunk) -> Iterator[Any]:
-    """Yield what `llm` is told of a chunk."""
-    if chunk.reasoning:
-        yield StreamEvent(type="reasoning", chunk=chunk.reasoning)
-    if chunk.content:
-        yield StreamEvent(type="text", chunk=chunk.content)
-
-
-def _end_of(result: BatchResult, response: Any) -> Iterator[Any]:
-    """Yield the calls of an answer; note them, its usage and its end in the response."""
-    for call in result.tool_calls:
-        yield StreamEvent(type="tool_call_name", chunk=call.name, tool_call_id=call.id)
-        yield StreamEvent(type="tool_call_args", chunk=call.arguments, tool_call_id=call.id)
-        given = json.loads(call.arguments)
-        response.add_tool_call(llm.ToolCall(call.name, given, tool_call_id=call.id))
-    used = result.usage
-    kinds = ("cached_tokens", "reasoning_tokens")
-    details = {kind: n for kind in kinds if (n := getattr(used, kind))}
-    response.set_usage(input=used.prompt_tokens, output=used.completion_tokens, details=details)
-    response.response_json = {"finish_reason": result.finish_reason, "seed": result.seed}
-
-
-# ---- embeddings, and the models that there are ----
 
 
 class CbatchEmbeddings(_LoadedOnce, llm.EmbeddingModel):
