@@ -39,5 +39,10 @@ def size_of_result(result: BatchResult, *, is_streamed: bool) -> int:
     return own + sum(map(_size_of_scores, scores.values()))
 
 
+def n_logprobs(found: Sequence[TokenLogprob | None] | None) -> int:
+    """Return how many log-probabilities there are, alternatives counted."""
+    return sum(1 + len(token.top) for token in found or () if token)
+
+
 def _size_of_scores(found: Sequence[TokenLogprob | None] | None) -> int:
-    return _N_LOGPROB_BYTES * sum(1 + len(token.top) for token in found or () if token)
+    return _N_LOGPROB_BYTES * n_logprobs(found)

@@ -41,7 +41,7 @@ from cbatch.support.interrupts import HeldBack
 from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -405,17 +405,20 @@ class Texts:
             raise
         except Exception as error:
             if len(own) > 1:
-                parts = [self._computed([text]) for text in own.values()]
-                return {digest: vector for part in parts for digest, vector in part.items()}
+                return self._each_alone(own.values())
             return dict.fromkeys(own, _failure(error))
         self._stats.embed_s += took_s
         self._stats.n_text_tokens += sum(len(text.tokens) for text in own.values())
         checked = dict(zip(own, map(_checked, vectors), strict=True))
         if len(own) > 1:
             failed = [own[d] for d, vector in checked.items() if isinstance(vector, CBatchError)]
-            for text in failed:
-                checked |= self._computed([text])
+            checked |= self._each_alone(failed)
         return checked
+
+    def _each_alone(
+        self, texts: Iterable[WaitingText]
+    ) -> dict[bytes, NDArray[np.float32] | CBatchError]:
+        return {digest: v for text in texts for digest, v in self._computed([text]).items()}
 
     def _vectors(
         self, embedder: Embedder, group: Sequence[WaitingText], own: Sequence[WaitingText]

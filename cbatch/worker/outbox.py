@@ -10,13 +10,13 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, TokenLogprob
+from cbatch.runtime.output_size import n_logprobs
 from cbatch.worker.wire import (
     N_PART,
     ResultPart,
     encode,
     encode_frame,
     n_first_part,
-    n_logprobs,
     parted,
 )
 

@@ -368,19 +368,24 @@ N_PART = 2**12
 _Scores: TypeAlias = "Sequence[TokenLogprob | None]"
 
 
-def n_logprobs(found: _Scores | None) -> int:
-    """Return how many log-probabilities there are, alternatives counted."""
-    return sum(1 + len(token.top) for token in found or () if token)
-
-
-def n_first_part(found: _Scores) -> int:
-    """Return how many of the first tokens make a part: all, or about N_PART log-probabilities."""
+def n_first_part(found: _Scores, start: int = 0) -> int:
+    """Return how many of the tokens from `start` make a part: all, or about N_PART log-probabilities."""
     n = 0
-    for i, token in enumerate(found):
+    for i in range(start, len(found)):
+        token = found[i]
         n += 1 + len(token.top) if token else 1
         if n >= N_PART:
-            return i + 1
-    return len(found)
+            return i + 1 - start
+    return len(found) - start
+
+
+def _parts_of(found: _Scores) -> Iterator[_Scores]:
+    """Yield log-probabilities in parts; see `n_first_part`."""
+    start = 0
+    while start < len(found):
+        end = start + n_first_part(found, start)
+        yield found[start:end]
+        start = end
 
 
 def encoded_scores(found: _Scores | None, frames: Frames) -> object:
@@ -388,12 +393,9 @@ def encoded_scores(found: _Scores | None, frames: Frames) -> object:
     if found is None or n_first_part(found) == len(found):
         return found
     pieces: list[bytes] = []
-    left: _Scores = found
-    while left:
-        n = n_first_part(left)
-        piece = _ENCODERS[frames](left[:n])
-        pieces.append(piece[1:-1] if frames == "lines" else piece[1 if n < 16 else 3 :])
-        left = left[n:]
+    for part in _parts_of(found):
+        piece = _ENCODERS[frames](part)
+        pieces.append(piece[1:-1] if frames == "lines" else piece[1 if len(part) < 16 else 3 :])
     if frames == "lines":
         return Raw(b"[" + b",".join(pieces) + b"]")
     return Raw(b"\xdd" + len(found).to_bytes(4, "big") + b"".join(pieces))
@@ -409,11 +411,8 @@ def parted(result: BatchResult) -> tuple[list[ResultPart], BatchResult]:
         for i, found in lists.items():
             places.setdefault(id(found), []).append(i)
         for same in places.values():
-            left = lists[same[0]] or ()
-            while left:
-                n = n_first_part(left)
-                parts.append(ResultPart(result.id, same, of_prompt, [*left[:n]]))
-                left = left[n:]
+            some = _parts_of(lists[same[0]] or ())
+            parts += [ResultPart(result.id, same, of_prompt, [*tokens]) for tokens in some]
     choices = tuple(map(_bare, result.choices))
     return parts, replace(_bare(result), choices=choices)
 
@@ -423,7 +422,7 @@ def _scores_of(result: BatchResult, *, of_prompt: bool) -> _Scores | None:
 
 
 def _bare(result: BatchResult) -> BatchResult:
-    """Return a result without log-probabilities, as one that has none of those that were asked for."""
+    """Return a result whose log-probabilities are left out: empty where they were asked for."""
     logprobs, of_prompt = (
         None if s is None else () for s in (result.logprobs, result.prompt_logprobs)
     )

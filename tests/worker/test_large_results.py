@@ -14,6 +14,7 @@ from cbatch import ConfigError, Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.response import Timings
 from cbatch.runtime.output import Origin
+from cbatch.runtime.output_size import n_logprobs
 from cbatch.worker import connection, wire
 from cbatch.worker.framing import FrameSink, read_frames
 from cbatch.worker.outbox import N_FRAME_BYTES, Outbox
@@ -124,7 +125,7 @@ def test_scores_that_a_result_has_twice_are_told_once() -> None:
         [result] = all_results(engine.run([item(text_of(3), "a", **MANY)]))
     parts, bare = wire.parted(result)
     assert result.logprobs is result.choices[0].logprobs
-    assert sum(wire.n_logprobs(part.tokens) for part in parts) == 4 * 200 * 21
+    assert sum(n_logprobs(part.tokens) for part in parts) == 4 * 200 * 21
     found = wire.joined(bare, parts)
     assert found == result
     assert found.logprobs is found.choices[0].logprobs
@@ -156,7 +157,7 @@ def test_no_piece_of_an_encoded_result_is_large(monkeypatch: pytest.MonkeyPatch)
     encode, n_told = wire._ENCODERS["lines"], list[int]()
 
     def noted(value: Any) -> bytes:
-        n_told.append(wire.n_logprobs(value) if isinstance(value, tuple) else 0)
+        n_told.append(n_logprobs(value) if isinstance(value, tuple) else 0)
         return encode(value)
 
     monkeypatch.setattr(wire, "_ENCODERS", {"lines": noted})

@@ -389,7 +389,6 @@ class ContextMemory:
                 self._maybe_nonfinite_cells.discard(chunk.slot)
                 if self._found.state is None:
                     self._maybe_nonfinite.discard(chunk.slot)
-
         for slot, found in scores.items():
             if any(math.isnan(score.logprob) for score in found):
                 self._suspect(slot)
