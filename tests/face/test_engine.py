@@ -420,8 +420,11 @@ def test_cancel_all_spares_what_comes_later(gated: MakeGated) -> None:
 @no_pool(Reason.ONE_BACKEND)
 def test_response_cancels_its_own_items_only(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=2)
-    ours, other = engine.run(prompts(1)), engine.run(prompts(1, max_tokens=9))
+    ours = engine.run(prompts(1))
     backend.wait_until_held()
+    n_interrupts = backend.n_interrupts
+    other = engine.run(prompts(1, max_tokens=9))
+    wait_until(lambda: backend.n_interrupts > n_interrupts)  # the next that asks is `cancel`
     backend.release_when_asked()
     assert ours.cancel() == 1
     assert ours.cancel() == 0
