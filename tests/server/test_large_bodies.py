@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {"messages": USER, "max_tokens": 2}
 LARGE: dict[str, Any] = {**SMALL, "user": "x" * 2**17}
+MANY: dict[str, Any] = {**SMALL, "unknown": ["x"] * 2**10}
 
 
 class Held:
@@ -67,7 +68,7 @@ def held_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """Reading of large bodies is held until the end of the block."""
     monkeypatch.setattr(pulse, "_PATIENCE_S", PATIENCE_S)
     held = Held()
-    read = held.of(exchange.object_of, is_held=lambda data: len(data) > 2**16)
+    read = held.of(exchange.object_of, is_held=lambda data: len(data) > 2**12)
     monkeypatch.setattr(exchange, "object_of", read)
     try:
         yield held
@@ -75,7 +76,10 @@ def held_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
         held.go.set()
 
 
-def test_health_and_small_requests_pass_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("body", [LARGE, MANY], ids=["bytes", "values"])
+def test_health_and_small_requests_pass_large_bodies(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     statuses: list[int] = []
 
     async def main(app: Starlette, held: Held) -> None:
@@ -83,13 +87,14 @@ def test_health_and_small_requests_pass_large_bodies(monkeypatch: pytest.MonkeyP
         client = httpx.AsyncClient(transport=transport, base_url="http://t")
 
         async def post() -> None:
-            statuses.append((await client.post(CHAT, json=LARGE)).status_code)
+            statuses.append((await client.post(CHAT, json=body)).status_code)
 
         async with client, anyio.create_task_group() as tasks:
             for _ in range(6):
                 tasks.start_soon(post)
-            while not held.n_begun:
+            while not held.n_begun and not statuses:
                 await anyio.lowlevel.checkpoint()
+            assert not statuses
             assert (await client.get("/health")).json()["status"] == "ok"
             assert app.state.desk.pulse.answer is not None  # the engine was asked
             assert (await client.post(CHAT, json=SMALL)).status_code == 200
