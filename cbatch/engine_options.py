@@ -217,7 +217,8 @@ class EngineOptions(ScheduleOptions):
         n_ctx: cells in total. Give it or `ctx_per_seq`; default: `parallel` windows.
         ctx_per_seq: one slot's window; default: 2,048 or what the model was trained for, or what `look_ahead` needs, or
             what the memory holds. llama.cpp rounds it up to a multiple of 256.
-        memory_mib: most memory for cells, where no sizes are given; default: half of what is free.
+        memory_mib: most memory for cells; ignored with `n_ctx`, or `parallel` and `ctx_per_seq`; default: half of what
+            is free.
         kv: "partitioned" or "unified" memory; "auto": partitioned, unless prompts of `look_ahead` have much in common.
         cache_type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
         cache_type_v: how values are stored.

@@ -63,7 +63,7 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{place} has a picture without url: image_url must be {{'url': …}}")
     if not _DATA.match(url[:_N_HEAD]):
         raise ConfigError(
-            f"{place} has a picture at {shown(url[:_N_HEAD])}, and none is fetched: give its data as "
+            f"{place} has a picture at {shown(url[:_N_HEAD])}: URLs are not fetched; give its data as "
             "data:image/png;base64,…"
         )
     _check_size(place, len(url) * 3 // 4)

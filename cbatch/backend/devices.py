@@ -142,7 +142,7 @@ def _register(server: str) -> None:
     added = add(server.encode())
     if not added:
         raise ModelLoadError(
-            f"rpc_servers: {server} has no device: start rpc-server there with one, or leave it out"
+            f"rpc_servers: {server} has no device: start rpc-server there with a device, or leave this server out"
         )
     _ggml("ggml_backend_register", added)
 

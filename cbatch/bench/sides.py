@@ -464,4 +464,4 @@ def check_vector_kinds(names: Sequence[str]) -> None:
     for name in names:
         if name not in VECTOR_KINDS:
             known = ", ".join(VECTOR_KINDS)
-            raise ConfigError(f"side {name!r} has no embeddings; known are {known}")
+            raise ConfigError(f"side {name!r} has no embeddings: use {known}")

@@ -162,7 +162,7 @@ def _text(name: str, value: Any) -> str:
 
 def _texts(name: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name} must be a list of strings, not {shown(value)}")
+        raise ConfigError(f"{name} must be a non-empty list of strings, not {shown(value)}")
     return [_text(f"{name}[{i}]", text) for i, text in enumerate(value)]
 
 
@@ -198,7 +198,7 @@ class EmbedCall(VectorCall):
         )
         listed = [said] if is_single else said
         if not isinstance(listed, list) or not listed:
-            words = "a string, a list of token ids, or a list of these"
+            words = "a string, a list of token ids, or a non-empty list of these"
             raise ConfigError(f"input must be {words}, not {shown(said)}")
         inputs = [_input("input" if is_single else f"input[{i}]", x) for i, x in enumerate(listed)]
         return cls(inputs, _settings(body, _OF_EMBED), form == "base64", is_single, _model_in(body))

@@ -64,11 +64,11 @@ def _named_workloads(incomplete: str) -> list[str]:
 )
 def bench(
     file: Annotated[
-        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
+        Path | None, model_argument("A GGUF file; without one, the model shipped with cbatch.")
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- WORDS]", help="Arguments of a --case."),
+        typer.Argument(metavar="[-- WORDS]", help="Arguments for the --case."),
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,

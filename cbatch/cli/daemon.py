@@ -55,7 +55,7 @@ def daemon(
     ] = False,
     stream_fd: Annotated[
         int | None,
-        option("--stream-fd", help="File descriptor for the stream.", default="stdout"),
+        option("--stream-fd", help="File descriptor to write frames to.", default="stdout"),
     ] = None,
     socket: Annotated[
         Path | None,

@@ -34,7 +34,9 @@ TRUNCATE = option(
     default="they are errors",
     autocompletion=among(["end", "start"]),
 )
-INSTRUCTION = option(help="Text before each text, as the model wants it.", default="none")
+INSTRUCTION = option(
+    help="Instruction put before each text, as the model expects it.", default="none"
+)
 
 
 @takes(*OF_RUN, *OF_FILES, *_OF_RESUMED, *OF_MODEL, *_DEVICES)
@@ -65,7 +67,7 @@ def embed(
     ] = True,
     dimensions: Annotated[
         int | None,
-        option(help="Keep this many first numbers.", default="all", min=1),
+        option(help="Keep only the first N numbers of each embedding.", default="all", min=1),
     ] = None,
     instruction: Annotated[str | None, INSTRUCTION] = None,
     truncate: Annotated[str | None, TRUNCATE] = None,

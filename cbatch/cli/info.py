@@ -22,7 +22,7 @@ _MIB, _GIB = 2**20, 2**30
 )
 def info(
     file: Annotated[
-        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
+        Path | None, model_argument("A GGUF file; without one, the model shipped with cbatch.")
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,
@@ -35,7 +35,7 @@ def info(
         ),
     ] = False,
     exact: Annotated[
-        bool, option("--exact", help="The same, for a model loaded with exact=True.")
+        bool, option("--exact", help="As --exactness, with the model loaded with exact=True.")
     ] = False,
     company: Annotated[
         bool,
@@ -48,7 +48,7 @@ def info(
         bool,
         option(
             "--costs",
-            help="Measure what steps cost, and what follows from it; computes for some seconds.",
+            help="Measure the time of steps, and the prompt budget and width that follow; takes some seconds.",
         ),
     ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,

@@ -252,7 +252,7 @@ OPTIONS = (
     _file(
         "output_format",
         "Output format.",
-        "as its name says, else as the input",
+        "by the ending of the output's name, else the input's",
         completion=among(get_args(Format)),
     ),
     _file("output_column", "Name of the answer's column in tables.", "response", metavar="NAME"),
@@ -264,7 +264,7 @@ OPTIONS = (
         read=parts_of,
         type=str,
     ),
-    _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
+    _file("template", "Template of a row's prompt, such as 'Classify: {review}'.", "none"),
     _file("system", "A system message for each row; may be a template.", "none"),
     _file("image_column", "The column with a picture for each row.", "none", metavar="NAME"),
     _file("audio_column", "The column with a sound for each row.", "none", metavar="NAME"),
@@ -290,7 +290,7 @@ OPTIONS = (
     _model(
         "model",
         "A GGUF file, or hf:OWNER/REPO/FILE.gguf.",
-        "the one that ships inside",
+        "the one shipped with cbatch",
         names=("--model", "-m"),
         setting="",
         type=Path,
@@ -300,12 +300,12 @@ OPTIONS = (
     _model(
         "parallel",
         "Slots of all workers together: requests that run at once.",
-        "16 for each worker, or what the memory holds",
+        "16 for each worker, fewer if memory is short",
     ),
     _model(
         "ctx_per_seq",
         "Tokens of prompt and answer that a slot holds.",
-        "2048, or what the model was trained for or the memory holds",
+        "2048, fewer if the model was trained for fewer or memory is short",
     ),
     _model("n_ctx", "Tokens that all slots hold together, instead of --ctx-per-seq."),
     _model("kv", "Memory: auto, partitioned (a part for each slot) or unified (one pool)."),
@@ -315,7 +315,9 @@ OPTIONS = (
     _model("cache_type_v", "Type of stored values; all but f16, bf16, f32 need flash attention."),
     _model("flash_attn", "Flash attention: auto, on or off."),
     _model(
-        "memory_mib", "Most MiB for the KV cache, if no sizes are given.", "half of what is free"
+        "memory_mib",
+        "Most MiB for the KV cache; ignored with --n-ctx, or --parallel and --ctx-per-seq.",
+        "half of what is free",
     ),
     _schedule(
         "policy",
@@ -359,13 +361,17 @@ OPTIONS = (
     _device("cache_media", "Keep encoded pictures and sounds in --cache-dir."),
     _device(
         "repack",
-        "Weights in memory: auto (as is fastest on this processor), llama (as llama.cpp repacks them), "
+        "Layout of the weights in memory: auto (the fastest on this processor), llama (repacked by llama.cpp), "
         "off (as in the file, shared by processes).",
     ),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
     _device("no_offload_kqv", "Keep the KV cache off the GPU.", setting="offload_kqv", read=not_),
-    _device("split_mode", "Over several GPUs: none, layer, row or tensor.", "llama.cpp's: layer"),
+    _device(
+        "split_mode",
+        "How to split the model over GPUs: none, layer, row or tensor.",
+        "llama.cpp's: layer",
+    ),
     _device("main_gpu", "The GPU of --split-mode none.", "0"),
     _device(
         "tensor_split",
@@ -454,7 +460,8 @@ OPTIONS = (
     _answer("timeout_s", "Seconds for each request, from its submission.", "as long as it takes"),
     _answer(
         "chat_template_kwargs",
-        "Variables for the chat template, such as '{\"enable_thinking\": false}', or @FILE; a request's own win.",
+        "Variables for the chat template, such as '{\"enable_thinking\": false}', or @FILE; "
+        "a request's own take precedence.",
         "the template's own",
         metavar="JSON",
         read=template_variables,
@@ -469,7 +476,7 @@ OPTIONS = (
         type=list[str],
     ),
 )
-"""Every option that `run` takes and that other commands may take too, in the order of its help."""
+"""The options of `run`, in the order of its help; other commands may take them too."""
 
 NAMES = tuple(o.name for o in OPTIONS)
 
@@ -508,7 +515,7 @@ class Given:
         return settings
 
     def run_options(self) -> RunOptions:
-        """Return the options of all requests; an adapter that is alone answers all, unless `--set` says otherwise."""
+        """Return the options of all requests; a single adapter is used for all, unless `--set` says otherwise."""
         given = self.settings(ANSWERS)
         given |= set_options(self["set"] or (), given)
         adapters = named_adapters(self["adapter"])
@@ -520,11 +527,11 @@ class Given:
 def takes(
     *names: str, also: Mapping[str, str] = MappingProxyType({}), own: Sequence[Option] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator: the command's parameter `given` stands for these options of the table.
+    """Return a decorator that replaces a command's parameter `given` by these options of the table.
 
     Args:
         names: of the options.
-        also: other names, such as "--n", that the command line of this command may have for options.
+        also: other spellings that this command accepts, such as "-ctk", and the options that they mean.
         own: options of this command alone.
     """
     options = [*own, *(o for o in OPTIONS if o.name in names)]
@@ -550,7 +557,7 @@ def takes(
 
 
 def model_argument(help: str) -> Any:
-    """Declare the model of a command that takes it as its argument; -m says the same."""
+    """Declare the argument MODEL of a command; -m is an alternative."""
     return typer.Argument(metavar="MODEL", help=help, callback=model_of, autocompletion=gguf_files)
 
 
@@ -563,7 +570,7 @@ MODEL_OPTION = option(
     callback=model_of,
     autocompletion=gguf_files,
 )
-"""The option by which a command that has its model as an argument takes it as all others do."""
+"""The option -m of a command with the argument MODEL, for the spelling that all other commands have."""
 
 
 def one_model(file: Path | None, model: Path | None) -> Path | None:
@@ -575,4 +582,4 @@ def one_model(file: Path | None, model: Path | None) -> Path | None:
 
 def name_of(model: Path | None) -> str:
     """Return what to call a model."""
-    return "the model that ships inside" if model is None else str(model)
+    return "the model shipped with cbatch" if model is None else str(model)

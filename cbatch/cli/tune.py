@@ -43,7 +43,7 @@ _N_EACH = 2
 )
 def tune(
     file: Annotated[
-        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
+        Path | None, model_argument("A GGUF file; without one, the model shipped with cbatch.")
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,

@@ -47,7 +47,8 @@ def verify(
         ),
     ] = None,
     json: Annotated[
-        bool, option("--json", help="One JSON object a line for each model instead of a table.")
+        bool,
+        option("--json", help="Print a JSON object per model, one a line, instead of a table."),
     ] = False,
 ) -> None:
     """Test the guarantee of exact=True for MODEL, or every model of a folder in a batch and alone.

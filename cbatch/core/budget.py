@@ -123,10 +123,10 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def _even(n_left: int, n_most: int) -> int:
-    """Return how many tokens of a prompt each step takes, where `n_most` may be taken and it has `n_left`.
+    """Return how many of a prompt's `n_left` tokens each step takes, at most `n_most`, in equal parts.
 
-    It needs as few steps, and the longest of them is shorter than with a rest in the last one. A prompt that fits whole
-    leaves the limit as it is, for others.
+    The number of steps is the least; equal parts only make the longest step shorter. If all tokens fit, the result is
+    `n_most`, which leaves room for other prompts.
     """
     if not 0 < n_most < n_left:
         return n_most
@@ -247,7 +247,7 @@ class StepCosts:
         )
 
     def _width_s(self, n_rows: int) -> float:
-        """Return the seconds of a measured width; one step of its own may have been slow, so no more than the next."""
+        """Return the seconds of a measured width, at most those of the next wider: its own steps may have been slow."""
         times = self._decodes.get(n_rows)
         if times is None:
             return self._left_s[n_rows]
@@ -256,7 +256,7 @@ class StepCosts:
 
     @property
     def slower(self) -> float:
-        """How many times as long as its computing a run takes now, because of other programs."""
+        """A run's current duration divided by its computing time: above 1 if other programs use the cores."""
         return median(self._slower)
 
     @property
@@ -357,7 +357,7 @@ class _Mixed(NamedTuple):
 
 
 _TOKENS, _CELLS = attrgetter("n_prompt"), attrgetter("n_before")
-"""What the seconds of a step with prompts grow with."""
+"""The sizes with which the time of a step with prompts grows."""
 
 
 def _slopes(steps: Collection[_Mixed], amount: Callable[[_Mixed], float]) -> list[float]:
@@ -433,9 +433,9 @@ class PromptBudget:
         return self._options.prefill_budget
 
     def beside_rows(self) -> dict[int, int]:
-        """Return how many prompt tokens of one newcomer join decoding rows, all read as they come, by the rows.
+        """Return, by the number of decoding rows, how many prompt tokens of one new sequence join them.
 
-        Of 1, 2, 4 rows and so on, as far as steps of so many were seen.
+        The numbers of rows are 1, 2, 4 and so on, as far as such steps were seen. All output counts as streamed.
         """
         if self.costs.prompt is None:
             return {}

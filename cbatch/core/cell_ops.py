@@ -1,4 +1,4 @@
-"""The state of cells, and operations that the backend has still to do."""
+"""The state of cells, and operations that the backend has yet to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SlotCells:
-    """The ledger and the prefix cache, with the cell operations that the backend has still to do.
+    """The ledger and the prefix cache, with the cell operations that the backend has yet to do.
 
     Commands between plans change the ledger at once and add an operation to the next plan. A plan adds its own in a
     `view`. A slot that is given back retains its cells for prompts with the same beginning, until another sequence

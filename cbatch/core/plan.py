@@ -107,7 +107,8 @@ class StepPlan:
     n_drafts: int = 0
     """Most draft tokens that a step may compute after a row's own token; only in a run of several steps and with
     `KvCapabilities.can_draft`. A draft token that equals the token sampled before it is accepted, and its row is
-    sampled in the same step. So a row samples at least one token each step, and a run ends when a row has `n_steps`."""
+    sampled in the same step. So a row samples at least one token each step, and a run ends when a row has
+    sampled `n_steps` tokens."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty; they may be empty already."""
     binds: tuple[Binding, ...] = ()

@@ -330,7 +330,7 @@ class PrefixCache:
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
         """Whether it pays to copy from a slot; a paused sequence may lose the slot in the same plan.
 
-        Memory that cannot copy takes a checkpoint of the cells, as they are before the plan.
+        In memory that cannot copy, a checkpoint is taken of the cells as they are before the plan.
         """
         can_copy = self._can_copy or (self.checkpoints.is_on and slot not in self.loaded)
         if not can_copy or n_cells < MIN_SHARED_TOKENS:

@@ -29,7 +29,7 @@ class _Saved:
 class ToStore:
     """An ended sequence whose first `n_cells` cells, saved under `key`, will be written to disk.
 
-    The key and cells of a checkpoint are written too, if there is one: sequences can also start from there.
+    The cells of `checkpoint` (key, number of cells) are written too: sequences can also start from there.
     """
 
     driver: SequenceDriver
@@ -122,7 +122,7 @@ class Checkpoints:
     """Checkpoints by key, the least recently used first, which are dropped first when the budget is full.
 
     Keys are negative, because the saved cells of a sequence have its number as key. A plan changes a `view`, which
-    replaces this object once the plan was run.
+    replaces this object once the plan has run.
     """
 
     def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:

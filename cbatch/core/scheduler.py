@@ -315,7 +315,7 @@ class ContinuousBatchScheduler:
         shares += [(*p.place, n) for p, n in zip(prefills, split, strict=True) if n]
 
     def _room_for_picture(self, prefills: Sequence[Pending], room: int, n_free: int) -> int:
-        """Return the most prompt tokens of a step: more than `room` if a larger picture is next."""
+        """Return how many prompt tokens a step may have: more than `room` if a larger picture is next."""
         for pending in prefills:
             if pending.n_rows <= room:
                 return room
@@ -354,7 +354,7 @@ class ContinuousBatchScheduler:
         slot_plan.make_room(min(n_most, n_wanted) + n_steps * len(group))
 
     def _wanted(self, prefills: Sequence[Pending], slot_plan: SlotPlan) -> list[int]:
-        """Return the most tokens that each prefill may compute in a step of its own."""
+        """Return how many tokens each prefill may compute in a step of its own."""
         n_chunk = self.options.prefill_chunk or self._n_batch
         if self._cuts:
             wanted = [p.n_chunk(self._cuts, self._n_batch) for p in prefills]
@@ -376,7 +376,7 @@ class ContinuousBatchScheduler:
         slot_plan: SlotPlan,
         now: float,
     ) -> tuple[int, float]:
-        """Return the most steps of a run, and its time limit in seconds.
+        """Return how many steps a run may have, and its time limit in seconds.
 
         A plan may be repeated while no row ends, no turn ends, and no sequence is left out.
         """
@@ -410,7 +410,7 @@ class ContinuousBatchScheduler:
         return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
     def _n_drafted(self, n_steps: int, spans: Sequence[Span], slot_plan: SlotPlan) -> int:
-        """Return the most draft tokens after a row; 0 if the pool may lack cells for them."""
+        """Return how many draft tokens may follow a row; 0 if the pool may lack cells for them."""
         if not self._is_overcommitted:
             return self._n_drafts
         n_tokens = sum([len(c.inputs) for c in spans]) + (n_steps - 1) * len(spans)

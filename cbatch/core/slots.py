@@ -416,7 +416,7 @@ class SlotPlan:
 
 
 class KvDemandEstimator:
-    """Estimates how many cells a sequence will need: in the worst case, or judged by earlier ones.
+    """Estimates how many cells a sequence will need: in the worst case, or as ended sequences suggest.
 
     The estimate is a share of the cap, `ratio`, which follows ended requests and rises when the pool was full. Without
     a cap it starts as a slot's share of the pool, because the rest of the window says nothing about an answer.
@@ -433,7 +433,7 @@ class KvDemandEstimator:
             self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
 
     def raise_ratio(self) -> None:
-        """Expect more: the pool was full."""
+        """Expect longer outputs, because the pool was full."""
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def n_expected(self, driver: SequenceDriver, *, is_worst_case: bool) -> int:

@@ -142,7 +142,7 @@ class PromptCuts:
         return n_prompt - bool(self.ends_in_row and n_prompt % self.multiple)
 
     def parts(self, span: Span) -> Sequence[Span]:
-        """Return the parts in which a span is computed: its prompt's final row is separate."""
+        """Return the parts in which a span is computed: a final row of its prompt is separate, see `ends_in_row`."""
         end = span.start + len(span.inputs)
         is_end = span.has_output and not span.targets and len(span.inputs) > 1
         return span.split() if is_end and self.n_before_row(end) < end else (span,)

@@ -166,7 +166,7 @@ def output_format(source: Source, asked: str = "auto", path: PurePath | None = N
     """
     check_format(asked, "auto")
     if asked == "text":
-        raise ConfigError(f"{_NO_TEXT}: say cbatch or csv")
+        raise ConfigError(f"{_NO_TEXT}: use cbatch or csv")
     if asked != "auto":
         return cast("Format", asked)
     own: Format = "cbatch" if source.format == "text" else source.format
@@ -175,7 +175,7 @@ def output_format(source: Source, asked: str = "auto", path: PurePath | None = N
         return own
     if named == "text":
         raise ConfigError(
-            f"{path}: {_NO_TEXT}: give another name, such as one in .jsonl or .csv, or say the format "
+            f"{path}: {_NO_TEXT}: use a name that ends in .jsonl or .csv, or give the format "
             "(--output-format)"
         )
     return named
@@ -191,7 +191,9 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
             f"{path}: answers cannot be compressed, because a run continues in its file: leave out {path.suffix}"
         )
     if path.suffix.lower() in _SPREADSHEETS:
-        raise ConfigError(f"{path}: answers cannot be written as spreadsheets: give a name in .csv")
+        raise ConfigError(
+            f"{path}: answers cannot be written as spreadsheets: use a name that ends in .csv"
+        )
     named = named_format(path)
     if named is None or named == ("jsonl" if format in JSON_LINES else format):
         return

@@ -119,7 +119,7 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
             columns = None if vectors is not None else columns_asked(wants)
             stream, target = _opened(stack, source, place, asked, columns=columns)
             if engine is None and all(map(os.path.isfile, models)):
-                view.say(f"loading {named or 'the model that ships inside'}")
+                view.say(f"loading {named or 'the model shipped with cbatch'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
             has_vectors = vectors is not None or _asks_vectors(stream)
             lent = engine_for(

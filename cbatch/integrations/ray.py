@@ -234,8 +234,8 @@ def _check_columns(dataset: Any, rows: Mapping[str, Any]) -> None:
     for name in RowPrompts(asking, [*types], "dataset").columns:
         if "binary" in types[name]:
             raise ConfigError(
-                f"column {name!r} has type {types[name]}, not text: cast it, or give batch_format='pyarrow' to "
-                "map_batches, which does not pickle chats"
+                f"column {name!r} has type {types[name]}, not text: cast it, or give map_batches "
+                "batch_format='pyarrow', so that chats are not pickled"
             )
 
 

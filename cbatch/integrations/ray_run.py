@@ -246,7 +246,7 @@ class _RayJob:
         }
         said = {
             "input": sorted(f"{path} {n_bytes}" for _, path, n_bytes in self._inputs()),
-            "model": self._spec.model or "the model that ships inside",
+            "model": self._spec.model or "the model shipped with cbatch",
             "options": given,
             "rows": {name: repr(value) for name, value in self._rows.items()},
             "format": "parquet" if self._is_parquet else "jsonl",

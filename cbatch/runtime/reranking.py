@@ -97,13 +97,13 @@ class Judge:
 
 
 def judged(result: BatchResult, *, is_raw: bool) -> float:
-    """Return the score that a judged document has: the probability of yes, or its logit.
+    """Return the score of a document by its answer, yes or no: the probability of yes, or its logit.
 
     Raises:
         RequestFailedError: the request has ended without one.
     """
     if result.choice_probs is None:
-        raise RequestFailedError(f"the document was not judged: {result.finish_reason}")
+        raise RequestFailedError(f"the document was not scored: {result.finish_reason}")
     found = {text.strip(): p for text, p in result.choice_probs.items()}[_YES]
     return logit(found) if is_raw else found
 

@@ -119,10 +119,12 @@ def read_frames(
             n_bytes, first = _HEAD.unpack(head)
             if first not in _MAPS or not n_bytes:
                 raise ConfigError(
-                    f"no frame of msgpack (four bytes of length, then a map): {head!r}"
+                    f"not a frame of msgpack (four bytes of length, then a map): {head!r}"
                 )
             if n_bytes > n_max:
-                raise ConfigError(f"a frame of {n_bytes:,} bytes; at most {n_max:,} are taken")
+                raise ConfigError(
+                    f"a frame has {n_bytes:,} bytes, and at most {n_max:,} are accepted"
+                )
             rest = source.read(n_bytes - 1)
             if len(rest) == n_bytes - 1:
                 yield first + rest

@@ -28,7 +28,7 @@ SHORT = ("--rounds", 1, "--count", 2, "--at-once", 2, "--prompt-tokens", "3-12")
         (("--warm",), "--warm has no effect"),
         (("--no-stream",), "--no-stream has no effect"),
         (("--html", "a.html"), "--html has no effect"),
-        (("--sides", "bare"), "side 'bare' has no embeddings; known are engine, serve, llama"),
+        (("--sides", "bare"), "side 'bare' has no embeddings: use engine, serve, llama"),
         (("--common-tokens", "9"), "embed has no tokens in common"),
     ],
 )

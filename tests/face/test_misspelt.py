@@ -66,7 +66,7 @@ def test_roles_of_templates_are_left_alone(role: str) -> None:
 
 @pytest.mark.parametrize("name", ["c.xlsx", "c.XLS", "c.ods"])
 def test_spreadsheet_is_no_name_of_answers(name: str) -> None:
-    with pytest.raises(ConfigError, match="give a name in "):
+    with pytest.raises(ConfigError, match="use a name that ends in "):
         check_name(Path(name), "cbatch")
 
 

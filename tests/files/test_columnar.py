@@ -280,7 +280,7 @@ def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
     with open_source(path, template="{review}") as source:
         encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
-    with pytest.raises(ConfigError, match="row 1 is not the one"):
+    with pytest.raises(ConfigError, match="row 1 differs from the row"):
         encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]
 
@@ -300,14 +300,14 @@ def pairs(out: Path, column: str = "text") -> dict[str, str]:
 
 BEFORE = rows(0, 30)
 REPLACED = {
-    "others": (rows(30, 30), "row 1 is not the one that was answered"),
-    "some others": (pa.concat_tables([rows(0, 20), rows(50, 10)]), "row 21 is not the one"),
+    "others": (rows(30, 30), "row 1 differs from the row that was answered"),
+    "some others": (pa.concat_tables([rows(0, 20), rows(50, 10)]), "row 21 differs from the row"),
     "fewer": (rows(0, 15), "the file has 15 rows, but 30 were read"),
-    "fewer in front": (rows(15, 15), "row 1 is not the one that was answered"),
+    "fewer in front": (rows(15, 15), "row 1 differs from the row that was answered"),
     "more": (rows(0, 40), "the file has 40 rows, but 30 were read"),
     "another column beside": (
         BEFORE.set_column(1, "n", pa.array([1] * 30, pa.int8())),
-        "row 1 is not the one",
+        "row 1 differs from the row",
     ),
     "other columns": (BEFORE.rename_columns(["prompt", "n"]), "the columns of .* have changed"),
     "other types": (
@@ -361,7 +361,7 @@ def test_input_that_was_replaced_runs_again_where_it_differs(tmp_path: Path) -> 
             save(source, after.pop())
 
     with make_engine() as engine:
-        with pytest.raises(ConfigError, match="row 21 is not the one"):
+        with pytest.raises(ConfigError, match="row 21 differs from the row"):
             run_file(save(source, BEFORE), out, engine=engine, on_result=change, **said)
         assert run_file(source, out, engine=engine, **said).n_done == 10
         run_file(source, tmp_path / "right.parquet", engine=engine, **said)

@@ -388,12 +388,12 @@ def move_away(out: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (Path.unlink, "was removed while the run wrote there"),
-        (replace_it, "was removed while the run wrote there"),
+        (Path.unlink, "was removed with its records while the run wrote there"),
+        (replace_it, "was removed with its records while the run wrote there"),
         (move_away, "was moved away while the run wrote there"),
         (
             cut_in_half,
-            r"was cut off while the run wrote there, [\d,]+ bytes of its records with it",
+            r"was cut off while the run wrote there, and lost [\d,]+ bytes of records",
         ),
         (add_to, r"was written to by another program while the run wrote there, [\d,]+ bytes"),
     ],

@@ -39,7 +39,7 @@ def test_field_that_is_no_column_is_refused(field: str) -> None:
 
 @pytest.mark.parametrize("text", ["{a", "a}", "{{a}", "{a}}", "{a{a}}"])
 def test_brace_without_its_pair_is_named_with_its_place(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"at character . has no pair"):
+    with pytest.raises(ConfigError, match=r"at character . is unmatched"):
         fill(text, a="x")
 
 

@@ -67,7 +67,7 @@ def test_find_files_are_in_order_of_names_and_no_folders(tmp_path: Path) -> None
     [
         ([], "no input"),
         (["{0}/none.jsonl"], "No such file"),
-        (["{0}/*.none"], "no file has a name of this pattern"),
+        (["{0}/*.none"], "no file matches this pattern"),
         (["{0}"], "is a directory: give files, or a pattern"),
         (["{0}/a.jsonl", "{0}/*.jsonl"], "is named twice"),
         (["{0}/a.jsonl", "{0}/./a.jsonl"], "is named twice .as"),

@@ -82,7 +82,10 @@ def url_of(url: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "part", "words"),
     [
-        *((CHAT, url_of(url), "none is fetched") for url in ("https://a.b/c.png", "file:///etc/x")),
+        *(
+            (CHAT, url_of(url), "URLs are not fetched")
+            for url in ("https://a.b/c.png", "file:///etc/x")
+        ),
         (CHAT, {"type": "image", "image": "/etc/passwd"}, "image of type str"),
         (CHAT, {"type": "image_url"}, "without url"),
         (CHAT, {"type": "input_file"}, "only text, image_url and input_audio"),
@@ -91,7 +94,7 @@ def url_of(url: str) -> dict[str, Any]:
         (MESSAGES, {"type": "image", "source": {}}, "it must be base64 (no picture is fetched)"),
         (MESSAGES, {"type": "image"}, "source"),
         (RESPONSES, {"type": "input_image", "file_id": "file-1"}, "has no image_url"),
-        (RESPONSES, {"type": "input_image", "image_url": "https://a.b/c"}, "none is fetched"),
+        (RESPONSES, {"type": "input_image", "image_url": "https://a.b/c"}, "URLs are not fetched"),
     ],
 )
 def test_wrong_picture_is_refused(

@@ -269,9 +269,9 @@ def test_wrong_first_line_is_refused_by_name(first: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (struct.pack("<I", 0) + b"\x81", "no frame"),
-        (struct.pack("<I", 1) + b"\xc1", "no frame"),
-        (struct.pack("<I", 2) + b"\x91\x01", "no frame"),
+        (struct.pack("<I", 0) + b"\x81", "not a frame"),
+        (struct.pack("<I", 1) + b"\xc1", "not a frame"),
+        (struct.pack("<I", 2) + b"\x91\x01", "not a frame"),
         (struct.pack("<I", N_LINE_MAX + 1) + b"\x81", "at most 67,108,864"),
         (struct.pack("<I", 100) + b"\x81bc", "cut off"),
         (struct.pack("<I", 100), "cut off"),

@@ -117,7 +117,7 @@ class FakeCells:
             others = set[int]().union(*(s for i, s in enumerate(self._numbers) if i != slot))
             is_copied = self._is_unified and any(slot in c[:2] for c in plan.copies)
             if is_copied or not others.isdisjoint(self._numbers[slot][n_kept:]):
-                raise PlanError(f"cells of slot {slot} belong to others too: {plan}")
+                raise PlanError(f"slot {slot} cannot shift cells that other slots have too: {plan}")
 
 
 class History:

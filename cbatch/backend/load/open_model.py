@@ -232,8 +232,8 @@ def shipped_model(folder: Path = FOLDER) -> Path:
         expected = json.loads((folder / "digests.json").read_text(encoding="utf-8"))[CHAT]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelLoadError(
-            f"the model that ships inside is missing: {error}: {_WAY_OUT}"
+            f"the model shipped with cbatch is missing: {error}: {_WAY_OUT}"
         ) from error
     if digest != expected:
-        raise ModelLoadError(f"the model that ships inside is damaged ({path}): {_WAY_OUT}")
+        raise ModelLoadError(f"the model shipped with cbatch is damaged ({path}): {_WAY_OUT}")
     return path

@@ -109,8 +109,8 @@ class Template:
                 literal += piece[0]
             elif field is None:
                 raise ConfigError(
-                    f"{name}: the {piece!r} at character {match.start() + 1} has no pair: "
-                    f"a field is {{column}}, a brace is {piece * 2}"
+                    f"{name}: the {piece!r} at character {match.start() + 1} is unmatched: "
+                    f"write {{column}} for a field, {piece * 2} for a brace"
                 )
             elif field not in columns:
                 hint = "" if piece == text else " (a brace is {{ or }})"

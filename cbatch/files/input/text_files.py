@@ -74,7 +74,7 @@ def _expanded(name: str, without: Collection[str]) -> list[str]:
     found = sorted(glob.glob(name, recursive=True))
     found = [file for file in found if os.path.realpath(file) not in without]
     if not found:
-        raise ConfigError(f"{readable(name)}: no file has a name of this pattern")
+        raise ConfigError(f"{readable(name)}: no file matches this pattern")
     return [f for f in found if not Path(f).is_dir()] or found
 
 

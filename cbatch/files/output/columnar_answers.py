@@ -171,7 +171,7 @@ class ColumnarEncoder(RowEncoder):
         places = [number - n_before - 1 for number, _ in found]
         for place, (number, values) in zip(places, found, strict=True):
             if values[n_columns:] != [_digest(rows[place])]:
-                raise ConfigError(f"row {number:,} is not the one that was answered")
+                raise ConfigError(f"row {number:,} differs from the row that was answered")
         own = [self._taken(batch, field, places) for field in self._fields]
         return [*own, *_turned([values for _, values in found], n_columns)]
 

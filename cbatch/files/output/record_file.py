@@ -130,12 +130,12 @@ class RecordFile:
         status, there = os.fstat(self._fd), status_of(self.path)
         n_more = status.st_size - self.row.size
         if not status.st_nlink:
-            problem = "was removed while the run wrote there, and its records with it"
+            problem = "was removed with its records while the run wrote there"
         elif there is None or not os.path.samestat(status, there):
             problem = "was moved away while the run wrote there: put it back"
         elif n_more < 0:
             problem = (
-                f"was cut off while the run wrote there, {-n_more:,} bytes of its records with it"
+                f"was cut off while the run wrote there, and lost {-n_more:,} bytes of records"
             )
         elif n_more > 0 and not self._is_ahead:
             problem = (
@@ -143,7 +143,9 @@ class RecordFile:
             )
         else:
             return
-        raise OutputError(self.path, f"{problem}. Run the same command again: whole records stay")
+        raise OutputError(
+            self.path, f"{problem}. Run the same command again: complete records are kept"
+        )
 
     # ---- checking ----
 
