@@ -339,7 +339,7 @@ class EngineClosedError(EngineError):
 
 
 class PlanError(RuntimeError):
-    """A step plan that llama.cpp would refuse: a bug of cbatch."""
+    """A step plan that llama.cpp would refuse, or by which no sequence makes progress: a bug of cbatch."""
 
 
 class LedgerError(RuntimeError):

@@ -537,7 +537,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     n_waiting = len(waiting_for(rig, planned.slot_plan))
     if not ledger.is_overcommitted:
         assert entering or "parked" not in leaves.values()
-        is_full = rig.state.n_held + n_holds > 0
+        is_full = rig.state.n_awaiting_cells + n_holds > 0
         is_full = is_full or bool(rig.state.storing or (plan.copies and rig.copy_s))
         assert is_full or not (n_waiting and ledger.n_free_slots)
     suspects = rig.scheduler.bisection.suspects(leaves)

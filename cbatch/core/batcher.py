@@ -166,7 +166,7 @@ class MultiRequestBatcher:
         return self.cells.ledger
 
     @property
-    def n_held(self) -> int:
+    def n_awaiting_cells(self) -> int:
         """Number of sequences that wait for a prefix or for cells from disk."""
         return len(self.held[Wait.LEADER]) + len(self.held[Wait.CACHE])
 
@@ -191,7 +191,7 @@ class MultiRequestBatcher:
             n_running=n_used_slots - n_paused,
             n_paused=n_paused,
             n_unserved=n_waiting + len(self.held[Wait.PROMPT]) + len(self.held[Wait.COMPILE]),
-            n_open_slots=n_free + n_paused - self.n_held,
+            n_open_slots=n_free + n_paused - self.n_awaiting_cells,
             n_storing=len(self.storing),
             n_ended=len(self._ended),
             n_cells=self.ledger.n_used,

@@ -177,7 +177,7 @@ class ContinuousBatchScheduler:
             return  # a waiting sequence, such as an earlier victim, would take the cells just freed
         if n_waiting and slot_plan.can_admit:
             slot_plan.admit(self._n_copied_max(slot_plan))
-        elif not n_waiting and not slot_plan.n_held and not slot_plan.cells.rebinds:
+        elif not n_waiting and not slot_plan.n_awaiting_cells and not slot_plan.cells.rebinds:
             slot_plan.compact()
 
     def _end_turns(self, slot_plan: SlotPlan) -> None:
@@ -424,7 +424,9 @@ class ContinuousBatchScheduler:
             PlanError: a sequence waits and none runs, or none of the running ones can be computed.
         """
         seen, n_running = self.batcher.occupancy(), len(slot_plan.running_then())
-        is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing or slot_plan.awaits_prompts
+        is_idle = (
+            seen.n_ended or slot_plan.n_awaiting_cells or seen.n_storing or slot_plan.awaits_prompts
+        )
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
             raise PlanError(

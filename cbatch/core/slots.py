@@ -147,9 +147,9 @@ class SlotPlan:
         return n_following
 
     @property
-    def n_held(self) -> int:
+    def n_awaiting_cells(self) -> int:
         """Number of sequences that wait for a prefix or for cells from disk."""
-        return self.batcher.n_held + len(self.holds)
+        return self.batcher.n_awaiting_cells + len(self.holds)
 
     def n_computed(self, driver: SequenceDriver) -> int:
         """Return how many cells a sequence has after these changes."""
@@ -315,7 +315,7 @@ class SlotPlan:
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
         """Whether a sequence must wait because too many cells are being read or written."""
         n_slots = self.ledger.n_slots
-        n_read = self.n_held - self.n_following
+        n_read = self.n_awaiting_cells - self.n_following
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
             return True
         is_saving = bool(driver.request.options.save_cache)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab
 from cbatch.engine import Engine, run_soon
-from cbatch.engine_options import ScheduleOptions
+from cbatch.engine_options import Policy, ScheduleOptions
 from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -54,7 +54,7 @@ def slow_engine(**schedule: Any) -> tuple[Engine, SlowVocab]:
     return Engine(backend, schedule=ScheduleOptions(**schedule)), vocab
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_long_prompt_holds_up_no_other_request(policy: Any) -> None:
     engine, vocab = slow_engine(policy=policy)
     with engine:
