@@ -11,7 +11,7 @@ from cbatch.errors import ConfigError
 
 _EXPERIMENTS = (
     *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "repack", "exact_price", "prompt_lengths"),
+    *("short_sequences", "narrow_steps", "repack", "huge_pages", "exact_price", "prompt_lengths"),
     *(
         "stall",
         "samplers",

@@ -204,6 +204,16 @@ def _memory(found: Installation) -> Iterator[Advice]:
         )
 
 
+def _huge_pages(found: Installation) -> Iterator[Advice]:
+    if found.huge_pages == "never":
+        yield Advice(
+            "no-huge-pages",
+            "note",
+            "the system gives nobody huge pages of memory, with which a single request decodes up to a fifth faster",
+            "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+
+
 def _openmp(found: Installation) -> Iterator[Advice]:
     """Yield settings of OpenMP by which threads are fewer than asked for, share a core, or do not let others run."""
     if "OPENMP = 0" in found.library.get("system", ""):
@@ -269,5 +279,5 @@ def _notes(found: Installation) -> Iterator[Advice]:
 
 _RULES: tuple[Callable[[Installation], Iterator[Advice]], ...] = (
     *(_library, _native, _answers, _amx, _sets, _gpus),
-    *(_cores, _memory, _openmp, _notes),
+    *(_cores, _memory, _huge_pages, _openmp, _notes),
 )

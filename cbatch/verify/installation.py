@@ -38,6 +38,8 @@ class Installation:
         n_cores: cores that this process may use.
         n_cores_online: cores of the machine.
         n_free_bytes: of the host's memory, for this process; None where unknown.
+        huge_pages: who gets huge pages of memory, as Linux names it: "always", "madvise" (who asks for them, as cbatch
+            does) or "never"; empty where unknown.
         has_notes: whether findings about this machine can be kept.
         gpu_files: files in /dev that belong to a GPU.
     """
@@ -53,6 +55,7 @@ class Installation:
     n_cores: int = 1
     n_cores_online: int = 1
     n_free_bytes: int | None = None
+    huge_pages: str = ""
     has_notes: bool = True
     gpu_files: tuple[str, ...] = ()
 
@@ -79,6 +82,7 @@ def examine(versions: Mapping[str, str], machine: Mapping[str, str]) -> Installa
         features=_features(),
         n_cores=available_cores(),
         n_cores_online=os.cpu_count() or 1,
+        huge_pages=_huge_pages(),
         gpu_files=tuple(_gpu_files()),
         **(_of_llama() if is_usable else {}),
     )
@@ -133,6 +137,14 @@ def _features() -> frozenset[str]:
             if name.strip().lower() in ("flags", "features"):
                 return frozenset(words.split())
     return frozenset()
+
+
+def _huge_pages() -> str:
+    """Return the word in brackets. Source: Linux, Documentation/admin-guide/mm/transhuge.rst."""
+    with suppress(OSError):
+        said = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+        return said.partition("[")[2].partition("]")[0]
+    return ""
 
 
 def _gpu_files() -> Iterator[str]:

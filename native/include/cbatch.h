@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 15
+#define CBATCH_ABI_VERSION 16
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -297,6 +297,11 @@ CBATCH_EXPORT int32_t cbatch_packed_open(void * library) CBATCH_NOEXCEPT;
 
 // Have models that this thread loads from now on keep their weights packed (is_loading not 0), or not, as at first.
 CBATCH_EXPORT void cbatch_packed_want(int32_t is_loading) CBATCH_NOEXCEPT;
+
+// Have ggml's CPU backend ask for huge pages for its memory from now on, once a process; the system may refuse.
+//   library: as above.
+// Returns CBATCH_OK, or CBATCH_BAD_API (ggml's types are not those of native/ggml_abi.h, or the system is not Linux).
+CBATCH_EXPORT int32_t cbatch_huge_pages_open(void * library) CBATCH_NOEXCEPT;
 
 // llama.cpp's log levels. Source: ggml/include/ggml.h, enum ggml_log_level.
 #define CBATCH_LOG_DEBUG 1

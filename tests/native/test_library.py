@@ -76,5 +76,5 @@ def test_library_that_is_missing_says_what_to_do(
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"interface version 15.*needs 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"interface version 16.*needs 99"):
         library.load_library()

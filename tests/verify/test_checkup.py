@@ -112,6 +112,7 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
     "bound threads": (_with_variable("OMP_PROC_BIND", "close"), "openmp-binding", "slow", "unset"),
     "few cores": (replace(SOUND, n_cores=1), "few-cores", "slow", "taskset"),
     "little memory": (replace(SOUND, n_free_bytes=2**28), "little-memory", "slow", "container"),
+    "no huge pages": (replace(SOUND, huge_pages="never"), "no-huge-pages", "note", "echo madvise"),
     "notes unwritable": (replace(SOUND, has_notes=False), "notes-unwritable", "slow", "XDG_CACHE_HOME"),
     "backend without a driver": (
         _with_library(unloaded={"libggml-vulkan.so": "libvulkan.so.1: cannot open shared object file"}),

@@ -14,7 +14,7 @@ from cbatch.backend.native_file import native_file
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_watch_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
     "cbatch_packed_open": (_int, [_pointer]),
     "cbatch_packed_want": (None, [_int]),
+    "cbatch_huge_pages_open": (_int, [_pointer]),
 }
 
 _QUICK = {

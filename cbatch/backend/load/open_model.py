@@ -20,7 +20,13 @@ from cbatch.backend.llama.model import LlamaModel, Placement
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.load.gguf_check import check_file, is_proven
 from cbatch.backend.load.load_trial import check_load
-from cbatch.backend.load.packed import KERNELS, packing, why_not_packed, why_unfit
+from cbatch.backend.load.packed import (
+    KERNELS,
+    packing,
+    use_huge_pages,
+    why_not_packed,
+    why_unfit,
+)
 from cbatch.backend.threads import once
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
@@ -218,6 +224,7 @@ def _init_backend() -> None:
     with bounded_spins():  # some builds load the CPU backend here, and OpenMP with it
         llama_cpp.llama_backend_init()
     why_unfit()
+    use_huge_pages()
 
 
 def shipped_model(folder: Path = FOLDER) -> Path:

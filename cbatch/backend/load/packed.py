@@ -3,6 +3,8 @@
 The native library puts a buffer type into ggml's CPU backend (native/packed.cpp). A model that is loaded here has its
 weights in it: 16 rows side by side, in the bits of their own type. Products then run in ggml's threads as before. Other
 models of the process stay as they are.
+
+It also has ggml ask for huge pages (native/huge_pages.cpp), on any processor.
 """
 
 from __future__ import annotations
@@ -79,12 +81,26 @@ def why_unfit() -> str:
     """Return why this process has no packed weights; empty if it has. To be asked before llama.cpp loads a model."""
     if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
         return "llama.cpp uses AMX here"
-    version = said("ggml_version")
-    if not version:
+    if not said("ggml_version"):
         return "this build of llama.cpp does not tell its version of ggml"
-    if not (version in _KNOWN or _is_sound()):
-        return f"they do not fit this build of llama.cpp ({build_name()})"
-    return _open()
+    return _open() if _are_types_known() else _misfit()
+
+
+def use_huge_pages() -> None:
+    """Have ggml ask the system for huge pages for weights, cells and what a graph computes in."""
+    if _are_types_known():
+        library().cbatch_huge_pages_open(llama_cpp.llama_cpp._lib._handle)
+
+
+@functools.cache
+def _are_types_known() -> bool:
+    """Whether native/ggml_abi.h has the types of the ggml that is loaded."""
+    version = said("ggml_version")
+    return version in _KNOWN or (bool(version) and _is_sound())
+
+
+def _misfit() -> str:
+    return f"they do not fit this build of llama.cpp ({build_name()})"
 
 
 def _open() -> str:
@@ -96,7 +112,7 @@ def _open() -> str:
         return "they are for x86-64 processors with AVX-512 VNNI, on Linux"
     if found == _TOO_LATE:
         return "llama-cpp-python loaded a model in this process before cbatch did"
-    return f"they do not fit this build of llama.cpp ({build_name()})"
+    return _misfit()
 
 
 def _is_sound() -> bool:

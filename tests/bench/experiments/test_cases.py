@@ -26,6 +26,7 @@ OF_A_MODEL = {
     "prompts_first": "--requests 4 --common 64 --own 8 16 --output 2 4 --slots 2 --rounds 1",
     "short_sequences": "--rows 2 --histories 8 --newcomer 4 --rounds 1",
     "repack": "--rows 2 --steps 4 --rounds 1",
+    "huge_pages": "--pairs 1 --rounds 1 --share 0.1",
     "narrow_steps": "--rows 3 4 --slots 4 --prompt 4 --output 100 --rounds 1",
     "prompt_lengths": "--prompt 8 40 --output 4 --rounds 1",
     "stall": "--decoders 2 --prompt 64 --rounds 1 --around 4",
