@@ -60,14 +60,11 @@ def finished(target: Path, *paths: str, to: str = "auto", only: set[int] | None 
         encode = encoder(source.format if to == "auto" else to, source)
         assert isinstance(encode, ColumnarEncoder)
         items = list(source)
-    lines = [
-        encode.result(item, ANSWER, digest=bytes(16), created=1, model="m")
-        for item in items
-        if only is None or item.number in only
-    ]
+    kept = [item for item in items if only is None or item.number in only]
+    lines = [encode.result(i, ANSWER, digest=bytes(16), created=1, model="m") for i in kept]
     written = target.with_name("records")
     written.write_bytes(encode.header() + b"".join(lines))
-    encode.finish(written, target, len(items))
+    encode.finish(written, target, len(items), [item.number for item in kept])
     return load(target)
 
 
@@ -147,7 +144,7 @@ def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
         ]
     assert isinstance(encode, ColumnarEncoder)
     (tmp_path / "records").write_bytes(b"".join(written))
-    encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3, [1, 2, 3])
     out = load(tmp_path / "out.parquet").to_pylist()
     assert [(row["text"], row["finish_reason"]) for row in out] == [
         ("a", "stop"),
@@ -161,8 +158,8 @@ def test_requests_with_one_number_are_all_kept(tmp_path: Path) -> None:
     with open_source(path) as source:
         encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     values = '"Hi!", "stop", null, 1, 2, null]\n'
-    write(tmp_path / "records", f'1\t["a", {values}1\t["b", {values}2\t["c", {values}')
-    encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
+    write(tmp_path / "records", f'["a", {values}["b", {values}["c", {values}')
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3, [1, 1, 2])
     assert load(tmp_path / "out.parquet")["id"].to_pylist() == ["a", "b", "c"]
 
 
@@ -277,11 +274,11 @@ def test_dictionaries_that_differ_are_written_as_values(tmp_path: Path) -> None:
 
 def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
-    (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
+    (tmp_path / "records").write_bytes(b'["too", "few"]\n')
     with open_source(path, template="{review}") as source:
         encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     with pytest.raises(ConfigError, match="row 1 differs from the row"):
-        encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
+        encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3, [1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]
 
 

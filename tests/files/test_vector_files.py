@@ -94,6 +94,29 @@ def test_array_has_a_row_for_each_item_and_nan_without(engine: Any, table: Path)
     assert (found[-1] == vector_of("z")).all()
 
 
+@pytest.mark.parametrize("name", ["out.npy", "out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("ids", ["bc", "xabc", "cxba", "axc", "c"])
+def test_item_keeps_its_embedding_where_the_input_was_edited(
+    engine: Any, tmp_path: Path, name: str, ids: str
+) -> None:
+    import pyarrow.parquet
+
+    source, out = tmp_path / "in.jsonl", tmp_path / name
+    for some in ("abc", ids):
+        source.write_text("".join(f'{{"id": "{id}", "prompt": "of {id}"}}\n' for id in some))
+        embed_file(source, out, engine=engine)
+    expected = [vector_of(f"of {id}") for id in ids]
+    if name == "out.npy":
+        assert (np.load(out) == np.stack(expected)).all()
+        return
+    is_parquet = name == "out.parquet"
+    found = pyarrow.parquet.read_table(out).to_pylist() if is_parquet else lines_of(out)
+    by_id = {row["id"]: np.float32(row["embedding"]) for row in found}
+    assert all((by_id[id] == vector_of(f"of {id}")).all() for id in ids)
+    if is_parquet:  # records of lines that were removed come last
+        assert [row["id"] for row in found][: len(ids)] == [*ids]
+
+
 def test_lines_and_csv_have_lists_of_numbers(engine: Any, table: Path) -> None:
     lines, cells = table.with_name("out.jsonl"), table.with_name("out.csv")
     for out in (lines, cells):

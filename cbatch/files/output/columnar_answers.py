@@ -20,7 +20,7 @@ from cbatch.files.output.encoders import AnswerColumns, RowEncoder, Vector, dump
 from cbatch.files.output.identity import as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.files.input.item import Item
@@ -34,9 +34,8 @@ _Record: TypeAlias = "tuple[int, list[Any]]"
 class ColumnarEncoder(RowEncoder):
     """Writes records, of which `finish` makes a Parquet or Arrow file.
 
-    A record is the item's number, a tab, and a JSON list. Of a columnar input it has the added values and the digest of
-    the row, whose own values are read again at the end; of another input it has the row's values as text and the added
-    ones.
+    A record is a JSON list. Of a columnar input it has the added values and the digest of the row, whose own values are
+    read again at the end; of another input it has the row's values as text and the added ones.
     """
 
     def __init__(self, format: str, source: Source, layout: AnswerColumns) -> None:
@@ -83,17 +82,18 @@ class ColumnarEncoder(RowEncoder):
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
         values = _packed(values)
         if self._input:
-            return b"%d\t%b" % (item.number, dump([*values, _digest(item.extra)]))
+            return dump([*values, _digest(item.extra)])
         row = self._row(item)
         own = [None if row.get(name) is None else as_text(row[name]) for name in self.layout.own]
-        return b"%d\t%b" % (item.number, dump([*own, *values]))
+        return dump([*own, *values])
 
-    def finish(self, records: Path, target: Path, n_items: int) -> None:
+    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
             records: one for each item, in the order of the items.
             target: is replaced when all rows are written.
+            numbers: of the items that have a record; those that are in the input no more come last.
 
         Raises:
             ConfigError: the input, which is read again, was changed; or pyarrow cannot write the output.
@@ -101,7 +101,8 @@ class ColumnarEncoder(RowEncoder):
         kept = f"No answer is lost: they are in {records}"
         try:
             with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
-                self._write(part, found, n_items, self._embeddings(records))
+                numbered = zip(numbers, found, strict=True)
+                self._write(part, numbered, n_items, self._embeddings(records))
         except ConfigError as error:
             raise ConfigError(
                 f"{', '.join(self._paths)}: was changed while the run read it: {error}. {kept}: run the same command "
@@ -195,9 +196,9 @@ class NpyEncoder(RowEncoder):
     """Writes records, of which `finish` makes an array of NumPy, a row for each item: NaN where it has no embedding."""
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
-        return b"%d\t%b" % (item.number, dump(_packed(values)))
+        return dump(_packed(values))
 
-    def finish(self, records: Path, target: Path, n_items: int) -> None:
+    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
         """Write the array; see `ColumnarEncoder.finish`."""
         import numpy as np
 
@@ -209,13 +210,14 @@ class NpyEncoder(RowEncoder):
             part = stack.enter_context(whole(target, mode=mode_of(records)))
             file = stack.enter_context(part.open("wb"))
             np.lib.format.write_array_header_1_0(file, head)
-            ahead = next(found, None)
+            numbered = zip(numbers, found, strict=True)
+            ahead = next(numbered, None)
             for number in range(1, n_items + 1):
                 row.fill(np.nan)
                 if ahead is not None and ahead[0] == number:
                     if (packed := ahead[1][0]) is not None:
                         row[:] = np.frombuffer(base64.b64decode(packed), "<f4")
-                    ahead = next(found, None)
+                    ahead = next(numbered, None)
                 file.write(row.tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -237,14 +239,14 @@ class _Embeddings(NamedTuple):
 def _embeddings(records: Path, place: int) -> _Embeddings:
     """Return what the embeddings of a file of records are like, at a place of the values."""
     with closing(_read(records)) as found:
-        has_all = all(values[place] is not None for _, values in found)
+        has_all = all(values[place] is not None for values in found)
     return _Embeddings(_n_numbers(records, place), has_all)
 
 
 def _n_numbers(records: Path, place: int) -> int:
     """Return how many numbers an embedding of a file of records has, at a place of the values."""
     with closing(_read(records)) as found:
-        packed = (values[place] for _, values in found)
+        packed = (values[place] for values in found)
         return len(base64.b64decode(next(filter(None, packed), ""))) // 4
 
 
@@ -282,8 +284,6 @@ def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
     return [[row[i] for row in rows] for i in range(n_columns)]
 
 
-def _read(records: Path) -> Generator[_Record]:
+def _read(records: Path) -> Generator[list[Any]]:
     with records.open("rb") as file:
-        for line in file:
-            number, values = line.split(b"\t", 1)
-            yield int(number), json.loads(values)
+        yield from map(json.loads, file)

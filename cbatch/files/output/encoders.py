@@ -7,7 +7,7 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -74,8 +74,11 @@ class Encoder:
         """Return the record of an item that could not run."""
         return b""
 
-    def finish(self, records: Path, target: Path, n_items: int) -> None:
-        """Write the output from the file of records of `n_items`, for formats that are written at the end of a run."""
+    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
+        """Write the output from the file of records of `n_items`, for formats that are written at the end of a run.
+
+        `numbers` are those of the items of the records, in the order of the file.
+        """
 
 
 class Known(NamedTuple):

@@ -39,6 +39,7 @@ _SAMPLES = tuple(
         f"record * 2654435761 % 4294967291 LIMIT {_N_SAMPLES}",
     )
 )
+_NUMBERS = "SELECT number FROM records WHERE file = ? ORDER BY number, record"
 _MOVED = (
     "SELECT moved.start, records.size, records.crc FROM moved JOIN records USING (record) "
     "WHERE records.file = ? AND moved.start != records.start"
@@ -244,6 +245,11 @@ class RecordFile:
             f"SELECT record, start, size FROM records WHERE file = ? ORDER BY {order}, record",
             self.row.file,
         )
+
+    def numbers(self) -> Generator[int]:
+        """Yield the number of the item of each record of a file in the order of the items."""
+        for (number,) in self._manifest.rows(_NUMBERS, self.row.file):
+            yield number
 
     def is_sorted(self) -> bool:
         """Whether the records are in the order of their items."""

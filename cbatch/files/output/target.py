@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
@@ -23,7 +23,7 @@ from cbatch.files.output.encoders import (
 from cbatch.files.output.journal import Claim, Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
-from cbatch.files.output.opening import OutputSpec
+from cbatch.files.output.opening import OutputSpec, reopened
 from cbatch.files.output.run_paths import (
     is_file_place,
     manifest_at,
@@ -175,7 +175,8 @@ class RunOutputs:
         """
         if self._is_columnar:
             sort_in_place(self._records)
-            self.encoder.finish(self._records, self.path, n_items)
+            with reopened(self._records) as outputs, closing(outputs.files[0].numbers()) as numbers:
+                self.encoder.finish(self._records, self.path, n_items, numbers)
 
 
 def layout_of(
