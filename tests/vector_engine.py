@@ -55,13 +55,14 @@ class MadeUpResponse:
         return len(self._results) if self._engine.may_go.is_set() else 0
 
     def cancel(self) -> None:
-        """Cancel."""
-        self.is_cancelled = True
-        self._engine.n_cancelled += 1
+        """Cancel, as soon as nobody holds the results."""
+        self._engine.may_go.wait()
+        self.leave()
 
     def leave(self) -> None:
-        """Cancel."""
-        self.cancel()
+        """Cancel; does not wait."""
+        self.is_cancelled = True
+        self._engine.n_cancelled += 1
 
 
 class VectorEngine(Engine):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,24 +106,39 @@ class _TextGroup:
     start_s: float = field(default_factory=time.perf_counter)
     n_read: int = 0
     """The response that is read."""
+    is_left: bool = False
 
     def begin(self, engine: Engine) -> None:
+        """Begin the calls; none more once the group is left."""
         for settings, some in groupby((call for _, call in self.calls), _settings_of):
-            if settings is None:
-                for call in some:
-                    first, begun = len(self.responses), begun_or_failed(call, engine)
-                    self.callers += [len(self.parts)] * len(begun)
-                    self.parts.append([(first + i, None) for i in range(len(begun))])
-                    self.responses += begun
+            if settings is not None:
+                self._begin_together(some, settings, engine)
                 continue
-            together: list[Any] = []
-            callers: list[int] = []
             for call in some:
-                callers += [len(self.parts)] * len(call.texts)
-                self.parts.append([(len(self.responses), range(len(together), len(callers)))])
-                together += call.texts
-            self.callers.append(callers)
-            self.responses += begun_or_failed(EmbedCall(together, settings), engine)
+                self._begin_alone(call, engine)
+        if self.is_left:  # by another thread, maybe while a call was begun
+            self.leave()
+
+    def _begin_alone(self, call: VectorCall, engine: Engine) -> None:
+        first, begun = len(self.responses), self._begun(call, engine)
+        self.callers += [len(self.parts)] * len(begun)
+        self.parts.append([(first + i, None) for i in range(len(begun))])
+        self.responses += begun
+
+    def _begin_together(
+        self, calls: Iterable[VectorCall], settings: dict[str, Any], engine: Engine
+    ) -> None:
+        together: list[Any] = []
+        callers: list[int] = []
+        for call in calls:
+            callers += [len(self.parts)] * len(call.texts)
+            self.parts.append([(len(self.responses), range(len(together), len(callers)))])
+            together += call.texts
+        self.callers.append(callers)
+        self.responses += self._begun(EmbedCall(together, settings), engine)
+
+    def _begun(self, call: VectorCall, engine: Engine) -> list[Any]:
+        return [] if self.is_left else begun_or_failed(call, engine)
 
     @property
     def n_unread(self) -> int:
@@ -163,11 +177,12 @@ class _TextGroup:
             ],
         )
 
-    def cancel(self) -> None:
-        for response in self.responses:
+    def leave(self) -> None:
+        """Cancel the texts that have not ended. From any thread, and does not wait."""
+        self.is_left = True
+        for response in [*self.responses]:
             if not isinstance(response, list):  # of texts that were refused
-                with suppress(CBatchError):
-                    response.cancel()
+                response.leave()
 
 
 def _settings_of(call: VectorCall) -> dict[str, Any] | None:
@@ -196,7 +211,7 @@ class VectorResults(Protocol):
         """Results that are there."""
 
     def wind_down(self) -> None:
-        """Begin no more, and leave what has not begun."""
+        """Begin no more, and leave what has not begun. Does not wait."""
 
     def cancel(self) -> None:
         """End all texts. From any thread."""
@@ -226,10 +241,10 @@ class VectorRun:
         self.cancel()
 
     def cancel(self) -> None:
-        """End all texts. From any thread."""
+        """End all texts. From any thread, and does not wait."""
         self._is_cancelled = True
         for group in [*self._groups]:
-            group.cancel()
+            group.leave()
 
     def as_completed(self) -> Generator[BatchResult, None, None]:
         """Yield results; leaving early ends the other texts."""
@@ -244,7 +259,7 @@ class VectorRun:
                 self._groups.popleft()
         finally:
             for group in self._groups:
-                group.cancel()
+                group.leave()
 
     def _begin_groups(self) -> None:
         while not self._has_ended and len(self._groups) < _N_AHEAD:
@@ -255,8 +270,10 @@ class VectorRun:
                 return
             group = self._next_group()
             if group.calls:
-                group.begin(self._runner.engine)
                 self._groups.append(group)
+                if self._is_cancelled:  # while it was read
+                    group.leave()
+                group.begin(self._runner.engine)
 
     @property
     def _is_late(self) -> bool:

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from cbatch.chat.vector_calls import EmbedCall, VectorPrompt
 from cbatch.errors import ConfigError, OutputError
-from cbatch.files import Stopper, embed_file, rerank_file, run_file, stream_file
+from cbatch.files import Stopper, embed_file, rerank_file, run_file, stream_file, vector_work
+from cbatch.files.vector_work import VectorRun
+from cbatch.messages import BatchPrompt
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
 
 if TYPE_CHECKING:
@@ -160,6 +163,33 @@ def test_stopped_run_goes_on_where_it_ended(engine: Any, table: Path) -> None:
     assert summary.n_before == n_first
     assert sorted(counts) == [*range(1, N_ROWS + 1)]
     assert (np.load(out) == EXPECTED).all()
+
+
+def test_group_that_is_read_while_its_run_is_cancelled_is_not_computed(engine: Any) -> None:
+    def prompts() -> Iterator[BatchPrompt]:
+        yield BatchPrompt(prompt="a", id="1")
+        run.cancel()
+        yield BatchPrompt(prompt="b", id="2")
+
+    run = VectorRun(vector_work.VectorEngine(engine), prompts(), None)
+    assert [*run.as_completed()] == []
+    assert not engine.asked
+
+
+def test_run_that_is_cancelled_as_calls_begin_begins_no_more(engine: Any) -> None:
+    def begun(texts: Any, **settings: Any) -> Any:
+        run.cancel()
+        return embed(texts, **settings)
+
+    embed, engine.embed = engine.embed, begun
+    prompts = (
+        VectorPrompt(prompt="-", call=EmbedCall(["a"], {"dimensions": n}), id=f"{n}")
+        for n in (2, 3)
+    )
+    run = VectorRun(vector_work.VectorEngine(engine), prompts, None)
+    (result,) = run.as_completed()
+    assert (result.id, result.finish_reason) == ("2", "cancelled")
+    assert len(engine.asked) == 1
 
 
 def test_changed_setting_does_not_continue(engine: Any, table: Path) -> None:

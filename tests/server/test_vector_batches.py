@@ -70,6 +70,23 @@ def test_call_is_computed_before_the_waiting_texts_of_a_batch(tmp_path: Path) ->
         assert ended(app, id)["request_counts"]["completed"] == 600
 
 
+def test_cancel_of_a_batch_of_texts_does_not_wait_for_the_engine(tmp_path: Path) -> None:
+    engine = VectorEngine()
+    engine.may_go.clear()
+    with kept_app(tmp_path, engine) as app:
+        data = lines(*(line(f"r{i}", EMBEDDINGS, input=f"text {i}") for i in range(1100)))
+        id = begun(app, data, EMBEDDINGS)
+        wait_until(lambda: len(engine.asked) == 2)
+        try:
+            answer = in_thread(lambda: call(app, f"/v1/batches/{id}/cancel", method="POST"))()
+            listed = in_thread(lambda: call(app, "/v1/batches", method="GET"))()
+        finally:
+            engine.may_go.set()
+        assert answer.json()["status"] == "cancelling"
+        assert listed.json()["data"][0]["id"] == id
+        assert ended(app, id)["status"] == "cancelled"
+
+
 RERANK: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rerank", {"query": "q", "documents": [f"{i}" for i in range(50)]}),
     ("/v1/score", {"text_1": "q", "text_2": [f"{i}" for i in range(50)]}),
