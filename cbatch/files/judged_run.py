@@ -19,6 +19,7 @@ from cbatch.files.input.item import in_own_words
 from cbatch.files.vector_work import VectorEngine, VectorResults, result_of
 from cbatch.options import RunOptions
 from cbatch.runtime.reranking import judged
+from cbatch.runtime.submit import RefusedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -75,7 +76,7 @@ class JudgedRun:
     def __init__(
         self,
         engine: Engine,
-        calls: Iterator[tuple[str, Any]],
+        calls: Iterator[tuple[str, Any] | RefusedPrompt],
         gate: RunGate,
         options: RunOptions,
         max_time_s: float | None,
@@ -108,9 +109,12 @@ class JudgedRun:
         """Yield the results of calls as they end; leaving early ends the other documents."""
         with closing(self._response.as_completed()) as results:
             for result in results:
-                self._gate.leave(result.id)
-                call, i, j = self._open.pop(result.id)
-                self._take(call, i, j, self._score(call, j, result))
+                if (document := self._open.pop(result.id, None)) is None:  # of a `RefusedPrompt`
+                    yield result
+                else:
+                    self._gate.leave(result.id)
+                    call, i, j = document
+                    self._take(call, i, j, self._score(call, j, result))
                 yield from self._ended()
         yield from self._ended()
 
@@ -121,24 +125,32 @@ class JudgedRun:
 
     def _documents(self) -> Iterator[BatchPrompt]:
         """Yield the requests; read in another thread than the one that takes results."""
-        for id, asked in self._calls:
+        for found in self._calls:
+            if isinstance(found, RefusedPrompt):
+                yield found
+                continue
+            id, asked = found
             call = _JudgedCall.of(id, asked)
             for n, (i, j, made) in enumerate(judge_prompts(asked, self._engine)):
                 name = f"{id}.{n}"
                 if isinstance(made, CBatchError):
-                    self._take(call, i, j, RerankResult(name, j, float("nan"), 0, made))
+                    failed = RerankResult(name, j, float("nan"), 0, made)
+                    if self._take(call, i, j, failed):  # the reader may wait for documents alone
+                        yield RefusedPrompt(prompt="-", id=f"{id}.ended", error=made)
                     continue
                 if not self._gate.enter(name, RunOptions.of(made.options).n_sequences):
                     return
                 self._open[name] = call, i, j
                 yield replace(made, id=name)
 
-    def _take(self, call: _JudgedCall, i: int, j: int, found: RerankResult) -> None:
+    def _take(self, call: _JudgedCall, i: int, j: int, found: RerankResult) -> bool:
+        """Keep the result of a document; return whether its call has ended with that."""
         with self._lock:
             call.found[i][j] = found
             call.n_open -= 1
             if not call.n_open:
                 self._ready.append(call)
+            return not call.n_open
 
     def _score(self, call: _JudgedCall, j: int, result: BatchResult) -> RerankResult:
         score, error = float("nan"), result.error
@@ -167,5 +179,8 @@ class JudgingEngine(VectorEngine):
         self, prompts: Iterable[BatchPrompt], options: RunOptions, max_time_s: float | None
     ) -> VectorResults:
         """Return what computes the prompts."""
-        calls = ((str(prompt.id), self.call_of(prompt)) for prompt in prompts)
+        calls = (
+            prompt if isinstance(prompt, RefusedPrompt) else (str(prompt.id), self.call_of(prompt))
+            for prompt in prompts
+        )
         return JudgedRun(self.engine, calls, self._gate, options, max_time_s)

@@ -22,6 +22,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.response import BatchResult, Timings, Usage
+from cbatch.runtime.submit import RefusedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -250,7 +251,7 @@ class VectorRun:
         """Yield results; leaving early ends the other texts."""
         try:
             while True:
-                self._begin_groups()
+                yield from self._begin_groups()
                 if not self._groups:
                     return
                 group = self._groups[0]
@@ -261,14 +262,15 @@ class VectorRun:
             for group in self._groups:
                 group.leave()
 
-    def _begin_groups(self) -> None:
+    def _begin_groups(self) -> Iterator[BatchResult]:
+        """Begin groups; yield a result for each `RefusedPrompt`."""
         while not self._has_ended and len(self._groups) < _N_AHEAD:
             if self._groups and self._runner.is_dry():
                 return
             if self._is_cancelled or self._is_late:
                 self._has_ended = True
                 return
-            group = self._next_group()
+            group = yield from self._next_group()
             if group.calls:
                 self._groups.append(group)
                 if self._is_cancelled:  # while it was read
@@ -279,7 +281,7 @@ class VectorRun:
     def _is_late(self) -> bool:
         return self._ends_s is not None and time.perf_counter() >= self._ends_s
 
-    def _next_group(self) -> _TextGroup:
+    def _next_group(self) -> Generator[BatchResult, None, _TextGroup]:
         group = _TextGroup()
         n_texts = 0
         while n_texts < N_GROUP and not (group.calls and self._runner.is_dry()):
@@ -287,6 +289,9 @@ class VectorRun:
             if prompt is None:
                 self._has_ended = True
                 break
+            if isinstance(prompt, RefusedPrompt):
+                yield result_of(str(prompt.id), [], 0.0)
+                continue
             call = self._runner.call_of(prompt)
             group.calls.append((str(prompt.id), call))
             n_texts += len(call.texts)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.vector_calls import VectorPrompt
-from cbatch.errors import EngineError, RequestCancelledError
+from cbatch.errors import EngineError, RequestCancelledError, RequestError
 from cbatch.files.input.item import ItemError, duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
 from cbatch.files.vector_work import VectorEngine
@@ -19,6 +19,7 @@ from cbatch.files.window import Entry, ItemWindow, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
 from cbatch.runtime.sequences import OptionsMerger
+from cbatch.runtime.submit import RefusedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four a slot that the engine reads itself."""
 
-N_COMMIT = 64  # most records that are written together, where several results are ready at once
+N_COMMIT = 64  # most records that are written together, where several results or refused items are ready at once
 
 
 class Items(Protocol):
@@ -150,6 +151,8 @@ class Work:
         self._is_deduped = asked.dedupe
         self._running: dict[str, Entry] = {}
         self._refused: list[Ended] = []
+        self._n_untold = 0
+        """Refused items since the last `RefusedPrompt`."""
         self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
@@ -163,9 +166,12 @@ class Work:
     # ---- in ----
 
     def prompts(self) -> Iterator[BatchPrompt]:
-        """Yield the prompts for the engine, in the order of the window."""
+        """Yield the prompts for the engine, in the order of the window, and a `RefusedPrompt` after refused items."""
         while not self._stop.is_asked:
             self._fill()
+            if self._n_untold >= N_COMMIT or (self._n_untold and not len(self._window)):
+                yield self._refused_prompt()
+                continue
             if not len(self._window):
                 return
             entry = self._window.take()
@@ -177,19 +183,30 @@ class Work:
             self._running[id] = entry
             yield prompt
 
+    def _refused_prompt(self) -> RefusedPrompt:
+        """Return what has the engine give a result, at which the refused items so far are taken."""
+        self._n_untold = 0
+        id = f"{self._context.prefix}refused until {self.tally.n_items}"
+        error = RequestError("items that cannot run were read")
+        return RefusedPrompt(prompt="-", id=id, error=error)
+
     def _fill(self) -> None:
         """Read items until the window is full, or until an item would have to wait for the next."""
-        while self._window.has_room and self._is_reading and not self._stop.is_asked:
+        while self._has_room and self._is_reading and not self._stop.is_asked:
             is_dry = self._stream.is_dry()
             if self._n_started >= self._limit:  # which is no reason to end where no item is left
                 self._end_reading(has_read_all=not is_dry and next(self._stream, None) is None)
-            elif is_dry and len(self._window):
+            elif is_dry and (len(self._window) or self._n_untold):
                 return
             elif (item := next(self._stream, None)) is None:
                 self._end_reading(has_read_all=True)
             else:
                 with self._stop.guarded(), self._lock:
                     self._claim(item)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._window.has_room and self._n_untold < N_COMMIT
 
     def _end_reading(self, *, has_read_all: bool) -> None:
         self.has_read_all, self._is_reading = has_read_all, False
@@ -222,6 +239,7 @@ class Work:
         self.tally.fail(item.error.code, f"{item.place}: {item.error.message}")
         self._add(item, self._context.encoder.error(item, item.error), is_error=True)
         self._refused.append((item, None))
+        self._n_untold += 1
 
     # ---- out ----
 
@@ -313,14 +331,22 @@ class Work:
         An item that is left for a later run is one of them where `gives_left`. The engine's own failure is raised.
         """
         ended = self.take_refused()
+        entry = self._running.pop(result.id, None)
+        if entry is not None:
+            ended += self._taken(entry, result, gives_left=gives_left)
+        if self._n_added >= N_COMMIT:
+            self.commit()
+        return ended
+
+    def _taken(self, entry: Entry, result: BatchResult, *, gives_left: bool) -> list[Ended]:
+        """Add the record of an item; return the item with its result, unless it is left."""
         with self._lock:
-            entry = self._running.pop(result.id)
             self._context.gate.leave(result.id)
             if isinstance(result.error, EngineError):
                 raise result.error
             if self._is_left(entry, result):
                 self._n_given_back += 1
-                return [*ended, _named(entry, result)] if gives_left else ended
+                return [_named(entry, result)] if gives_left else []
             self.tally.prompt_tokens += result.usage.prompt_tokens
             self.tally.output_tokens += result.usage.completion_tokens
             self.tally.cached_tokens += result.usage.cached_tokens
@@ -333,9 +359,7 @@ class Work:
                 entry.item, result, digest=entry.digest, created=self._created, model=context.model
             )
             self._add(entry.item, record, is_error=is_error)
-        if self._n_added >= N_COMMIT:
-            self.commit()
-        return [*ended, _named(entry, result)]
+        return [_named(entry, result)]
 
     def take_refused(self) -> list[Ended]:
         """Return the items with an error since the last call."""

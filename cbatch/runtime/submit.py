@@ -81,6 +81,13 @@ class Feed:
         return None
 
 
+@dataclass(frozen=True, repr=False)
+class RefusedPrompt(BatchPrompt):
+    """Of a source: it is not computed, its result has an error at once."""
+
+    error: CBatchError = field(default_factory=CBatchError)
+
+
 @dataclass(frozen=True, slots=True)
 class FeedReading:
     """What a source gives."""
@@ -182,6 +189,8 @@ class Submitter:
         try:
             with HeldBack(), self._naming:
                 prompt, id = self._named(mailbox, reading, item, place)
+            if isinstance(prompt, RefusedPrompt):
+                raise prompt.error
             if mailbox.is_copy(prompt, options, place, id):
                 return
             self._enter(

@@ -218,6 +218,26 @@ def test_wrong_lines_cost_themselves_and_are_tried_again_on_request(
     assert len(records(out)) == 103
 
 
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_lines_that_are_refused_are_written_and_told_in_groups(
+    tmp_path: Path, out: Path, is_threaded: bool
+) -> None:
+    source, n = tmp_path / "in.jsonl", 6000
+    source.write_text('{"id": "a", "prompt": "a"}\n' + "{bad\n" * n)
+    n_written = []
+
+    def note(item: Item, result: BatchResult | None) -> None:
+        if result is None:
+            n_written.append(out.read_bytes().count(b"\n"))
+
+    with make_engine(threaded=is_threaded) as engine:
+        summary = run_file(source, out, engine=engine, on_result=note)
+        assert engine.stats().n_submitted == 1
+    assert (summary.n_done, summary.n_failed, len(n_written)) == (n + 1, n, n)
+    assert n_written[0] < n // 2  # others are not read before the first ones are told
+    assert all(found > i - 64 for i, found in enumerate(n_written))
+
+
 def test_finished_run_tells_its_errors_again(engine: Engine, source: Path, out: Path) -> None:
     wrong = [
         {"id": "none"},

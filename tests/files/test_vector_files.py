@@ -165,6 +165,20 @@ def test_stopped_run_goes_on_where_it_ended(engine: Any, table: Path) -> None:
     assert (np.load(out) == EXPECTED).all()
 
 
+def test_lines_that_are_refused_are_written_before_the_next_are_read(
+    engine: Any, tmp_path: Path
+) -> None:
+    source, out, n = tmp_path / "in.jsonl", tmp_path / "out.jsonl", 1000
+    source.write_text('{"id": "a", "prompt": "a"}\n' + "{bad\n" * n)
+    n_written = []
+
+    def note(item: Any, result: Any) -> None:
+        n_written.append(out.read_bytes().count(b"\n"))
+
+    assert embed_file(source, out, engine=engine, on_result=note).n_failed == n
+    assert all(i - 64 < found <= i + 128 for i, found in enumerate(n_written))
+
+
 def test_group_that_is_read_while_its_run_is_cancelled_is_not_computed(engine: Any) -> None:
     def prompts() -> Iterator[BatchPrompt]:
         yield BatchPrompt(prompt="a", id="1")

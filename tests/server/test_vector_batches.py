@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch import Engine
+from cbatch import Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
+from cbatch.chat.vector_calls import RerankCall
+from cbatch.files.judged_run import JudgedRun
+from cbatch.files.work import OpenGate
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.runtime.test_text_room import Gate
 from tests.server.clients import CHAT, USER, call, wait_until
@@ -15,6 +18,7 @@ from tests.server.kept import SHORT, answers, batch_of, begun, ended, kept_app, 
 from tests.vector_engine import N_LIMIT, VectorEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 EMBEDDINGS = "/v1/embeddings"
@@ -135,6 +139,25 @@ def test_lines_to_judge_fail_alone(tmp_path: Path) -> None:
             if id != "priority":  # whose words name the request here
                 assert found[id]["response"]["body"] == alone.json(), id
     assert found["good"]["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_calls_none_of_whose_documents_is_judged_are_told_as_they_are_read(
+    is_threaded: bool,
+) -> None:
+    n_read = []
+
+    def calls() -> Iterator[tuple[str, RerankCall]]:
+        for i in range(3000):
+            n_read.append(i)
+            yield f"{i}", RerankCall("q", ["", ""])
+
+    with Engine(FakeBackend(4, 4096), threaded=is_threaded) as engine:
+        results = JudgedRun(engine, calls(), OpenGate(), RunOptions(), None).as_completed()
+        first = next(results)
+        assert len(n_read) < 100
+        failed = [result.id for result in (first, *results) if result.origin is not None]
+    assert failed == [f"{i}" for i in range(3000)]
 
 
 def test_batch_of_documents_to_judge_is_cancelled_and_goes_on(tmp_path: Path) -> None:
