@@ -425,7 +425,8 @@ class Engine:
             streamed: deliver chunks from the first step on; without, from when a reader asks for them.
             dedupe: compute equal prompts with equal options once if the answer is certain to be the same: a single one,
                 greedy or with a seed. Each has its own result; a copy's comes with the end of the first, whatever that
-                is, and its id cannot be cancelled or paused. Prompts are read one by one, as a generator's.
+                is, and its id cannot be cancelled or paused. Prompts are read one by one, as a generator's; while the
+                first of equal ones is computed, 1,024 copies more are read ahead.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. Of several prompts, one

@@ -29,6 +29,10 @@ N_AHEAD_PER_SLOT = 4
 """Items in hand for each slot: running, waiting, and ended but not yet given out."""
 
 
+N_COPIES_AHEAD = 1024
+"""Items besides that wait for the answer of an equal one: our choice. Each takes about a kilobyte."""
+
+
 Parcel: TypeAlias = tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
 """What is delivered at once: chunks, and results with their places in the batch."""
 
@@ -116,10 +120,14 @@ class ItemCounts:
             self._n_aside += n_copies
 
     def has_room(self) -> bool:
-        """Whether one more item may be read: slots and reader have work for long enough otherwise."""
+        """Whether one more item may be read: slots and reader have work for long enough otherwise.
+
+        Copies that wait need no slot, but memory: only so many of them may be in hand besides.
+        """
         n_ends = self.n_all + self._n_more_ends
         n_held = self.n_open if self._is_gathered else n_ends - self._n_given
-        return self.is_fed and n_held - self._n_aside < self._n_ahead
+        n_besides = min(self._n_aside, N_COPIES_AHEAD)
+        return self.is_fed and n_held - n_besides < self._n_ahead
 
     def wait_for_room(self) -> bool:
         """Wait until one more item may be read; False when no more may come."""

@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch import BatchPrompt
+from cbatch import BatchPrompt, Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.files import run_file
 from cbatch.runtime import copies
+from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, N_COPIES_AHEAD
 from tests.kinds import each_kind, engine_on
+from tests.places import wait_until
 from tests.profiles import examples
+from tests.runtime.backends import GatedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cbatch.engine import Engine
     from cbatch.response import BatchResult
 
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "seed": 1}
@@ -116,6 +118,28 @@ def test_waiting_copies_do_not_hold_up_what_is_behind_them() -> None:
         response = engine.run(iter(items), options={**GREEDY, "max_tokens": 50}, dedupe=True)
         assert len(response.results()) == 304
         assert engine.stats().n_active_max == 5
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_copies_are_read_ahead_up_to_a_number(is_threaded: bool) -> None:
+    n_read = []
+
+    def source() -> Iterator[str]:
+        for i in range(5 * N_COPIES_AHEAD):
+            n_read.append(i)
+            yield "equal"
+
+    backend = GatedBackend(2, 64, hold_at=0 if is_threaded else None)
+    with Engine(backend, options=GREEDY, threaded=is_threaded) as engine:
+        response = engine.run(source(), dedupe=True)
+        results = response.as_completed()
+        if is_threaded:
+            backend.wait_until_held()
+            wait_until(lambda: len(n_read) >= N_COPIES_AHEAD)
+        backend.release()
+        next(results)
+        assert len(n_read) <= N_COPIES_AHEAD + 2 * N_AHEAD_PER_SLOT
+        assert len([*results]) == len(n_read) - 1 == 5 * N_COPIES_AHEAD - 1
 
 
 def test_answers_that_are_kept_have_a_limit(
