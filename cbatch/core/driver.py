@@ -104,11 +104,11 @@ class MovingWindow:
     """The whole prompt, including removed tokens."""
     n_shifts: int = 0
     n_early: int = 0
-    """How many of these shifts came before anything was computed, because the prompt did not fit."""
+    """How many of these shifts came before anything was computed, because what there was did not fit."""
 
     @property
     def n_left_out(self) -> int:
-        """Tokens of the prompt that are never computed."""
+        """Tokens of the prompt, and of output to go on from, that are never computed."""
         return self.n_early * self.n_discard
 
 
@@ -422,17 +422,17 @@ class SequenceDriver:
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
-    def shift(self) -> tuple[int, int]:
-        """Remove tokens from the full window.
+    def shift(self, n_times: int = 1) -> tuple[int, int]:
+        """Remove tokens from the full window, as many as go when it moves `n_times`.
 
         Returns:
             How many tokens before them stay, and how many of the removed tokens had cells.
         """
         if self.window is None:
             raise SequenceStateError(f"the window of {self.request.id!r} does not move")
-        n_keep, n_discard = self.window.n_keep, self.window.n_discard
+        n_keep, n_discard = self.window.n_keep, n_times * self.window.n_discard
         del self.tokens[n_keep : n_keep + n_discard]
-        self.window.n_shifts += 1
+        self.window.n_shifts += n_times
         n_cells = max(0, min(n_discard, self.n_computed - n_keep))
         self.n_prompt = max(n_keep, self.n_prompt - n_discard)
         self.n_computed -= n_cells

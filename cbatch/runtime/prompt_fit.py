@@ -12,6 +12,9 @@ from cbatch.errors import PromptError, PromptTooLongError
 MAX_OUTPUT = 2**31 - 1
 """The cap of an unlimited output, possible with a moving window."""
 
+N_WINDOWS = 16
+"""Windows that a prompt may fill of which `n_discard` leaves out tokens: tokenizing takes time. Our choice."""
+
 
 def output_cap(
     request: Request, n_prompt: int, n_window: int, n_first: int = 0
@@ -25,25 +28,25 @@ def output_cap(
     Raises:
         PromptError: the prompt has no token.
         PromptTooLongError: the window is too small for the prompt, for the prompt and a strict cap, or for what is kept
-            of a prompt with left-out tokens.
+            of a prompt with left-out tokens; or such a prompt fills more than `N_WINDOWS` windows.
     """
     options = request.options
     if not n_prompt:
         raise PromptError("the prompt is empty: it has no token")
     cap = 0 if options.prefill_only else options.max_tokens
-    n_least = _n_least(request, cap)
+    is_whole = bool(options.prefill_only) or request.n_prompt_logprobs is not None
+    slides = bool(options.n_discard) and not is_whole
+    n_least = _n_least(request, cap, slides=slides)
     if n_prompt + n_least > n_window:
         n_kept = _n_keep(request, n_prompt, n_first)
-        is_whole = bool(options.prefill_only) or request.n_prompt_logprobs is not None
-        slides = bool(options.n_discard) and not is_whole
-        can_slide = n_kept <= n_window - 2
-        if not (slides and can_slide):
+        keeps_few, is_short = n_kept <= n_window - 2, n_prompt <= N_WINDOWS * n_window
+        if not (slides and keeps_few and is_short):
             raise PromptTooLongError(
                 n_prompt,
                 n_window,
                 n_least,
-                n_keep=n_kept if slides else None,
-                can_slide=request.can_shift and not is_whole and can_slide,
+                n_keep=n_kept if slides and not keeps_few else None,
+                can_slide=request.can_shift and not (is_whole or slides) and keeps_few and is_short,
                 can_lower=bool(options.strict_max_tokens) and n_prompt < n_window,
                 n_trained=request.n_trained,
             )
@@ -54,13 +57,12 @@ def output_cap(
     return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
 
 
-def _n_least(request: Request, cap: int | None) -> int:
+def _n_least(request: Request, cap: int | None, *, slides: bool) -> int:
     """Return the output length that must fit: a strict cap, or one token more than there is."""
-    n_next = 1
-    if not request.options.n_discard:
-        n_next += len(request.output)
-        if request.options.strict_max_tokens and cap is not None:
-            return cap
+    options = request.options
+    if options.strict_max_tokens and cap is not None and not options.n_discard:
+        return cap
+    n_next = 1 if slides else 1 + len(request.output)
     return n_next if cap is None else min(cap, n_next)
 
 
@@ -97,7 +99,7 @@ def set_prompt(
 
 
 def _keep_in_window(driver: SequenceDriver, n_asked: int, n_asked_to_discard: int) -> None:
-    """Make the window a moving one, and move it at once if the prompt does not fit; warn where limits differ."""
+    """Make the window a moving one, and move it at once if what there is does not fit; warn where limits differ."""
     n_prompt, n_window = driver.n_prompt, driver.n_window
     n_keep = min(n_asked, n_prompt, n_window - 2)
     n_discard = min(n_asked_to_discard, n_window - n_keep - 1)
@@ -108,9 +110,9 @@ def _keep_in_window(driver: SequenceDriver, n_asked: int, n_asked_to_discard: in
     if n_discard < n_asked_to_discard:
         why = f"the window has {n_window} and {n_keep} are kept"
         driver.warnings.append(f"n_discard is {n_discard}, not {n_asked_to_discard}: {why}")
-    while driver.n_prompt > n_window:  # continued output may have cells, which move too
-        driver.shift()
-    if window.n_shifts:
+    n_over = driver.n_tokens - n_window
+    if driver.n_prompt > n_window or n_over > n_discard:  # else its cells, if there are any, move
+        driver.shift(-(-n_over // n_discard))
         window.n_early = window.n_shifts
         driver.warnings.append(
             f"{window.n_left_out} tokens after the first {n_keep} were left out (n_discard): the window has {n_window}"

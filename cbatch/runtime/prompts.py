@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.media import shown_messages
 from cbatch.messages import BatchPrompt
-from cbatch.runtime.prompt_fit import output_cap, set_prompt
+from cbatch.runtime.prompt_fit import N_WINDOWS, output_cap, set_prompt
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
@@ -59,9 +59,6 @@ _N_LONG_SOUND = 2**21
 
 _N_VALUE = 16
 """Characters that a value counts for that is no text."""
-
-_N_WINDOWS = 16
-"""Windows that a prompt may fill of which `n_discard` leaves out tokens: tokenizing takes time. Our choice."""
 
 _GATHER_S = 0.004
 """Prompts tokenized within this time of the first are given together, so that they can share a step."""
@@ -420,7 +417,7 @@ def tokenize(
         text = vocab.render_text(prompt.messages, options.template_variables)
     else:
         text = prompt.prompt or ""
-    n_windows = _N_WINDOWS if options.n_discard else 1
+    n_windows = N_WINDOWS if options.n_discard else 1
     if n_window is not None and (n_least := vocab.n_tokens_least(text)) > n_windows * n_window:
         raise PromptTooLongError(n_least, n_window, is_least=True, n_trained=n_trained)
     return vocab.tokenize(text)

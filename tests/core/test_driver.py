@@ -286,6 +286,23 @@ def test_shift_of_what_is_computed_again_remembers_how_far_it_was() -> None:
     assert (driver.n_computed, driver.n_reached) == (2, 12)
 
 
+@pytest.mark.parametrize("n_prompt", [14, 5])
+@pytest.mark.parametrize("n_computed", [0, 5, 16])
+def test_several_moves_at_once_leave_what_they_leave_one_by_one(
+    n_prompt: int, n_computed: int
+) -> None:
+    at_once, by_one = full(n_prompt), full(n_prompt)
+    at_once.n_computed = by_one.n_computed = n_computed
+    _, n_cells = at_once.shift(3)
+    assert n_cells == sum([by_one.shift()[1] for _ in range(3)])
+    assert books_of(at_once) == books_of(by_one)
+
+
+def books_of(driver: SequenceDriver) -> tuple[object, ...]:
+    counters = driver.n_prompt, driver.n_computed, driver.n_reached, driver.n_shifts
+    return driver.tokens, driver.given, driver.n_lasting, *counters
+
+
 def test_pieces_of_a_prompt_that_others_score_are_as_small() -> None:
     asked = make_request(prompt_logprobs=0)
     for request in (asked, replace(asked, n_prompt_logprobs=None)):

@@ -646,6 +646,22 @@ def test_prompt_over_the_window_slides_as_an_answer_does(n_prompt: int, kind: st
         assert result.usage.cached_tokens <= W
 
 
+@pytest.mark.parametrize("form", ["tokens", "prompt"])
+def test_prompt_of_more_than_16_windows_is_refused_in_any_form(any_way: Place, form: str) -> None:
+    engine = any_way.engine(2, W)
+    options: dict[str, Any] = {"n_discard": 1, "max_tokens": 3, "n": 2}
+    most, late = [
+        {"tokens": [65] * n} if form == "tokens" else {"prompt": "A" * n}
+        for n in (16 * W, 16 * W + 1)
+    ]
+    fits = any_way.results(engine.run([BatchPrompt(**most, options=options)]))
+    assert [r.usage.context_shifts for r in fits] == [2 * n_moves(16 * W, 3, 1)]
+    [refused] = any_way.results(engine.run([BatchPrompt(**late, options=options)]))
+    assert too_long(refused) == (16 * W + 1, 1, W)
+    assert "n_discard" not in str(refused.error)
+    assert "n_keep" not in str(refused.error)
+
+
 def test_prompt_over_the_window_is_refused_with_what_to_do(tmp_path: Path) -> None:
     backend = FakeBackend(2, W, 64, memory=OWN_CELLS)
     slide = {"n_discard": 32}

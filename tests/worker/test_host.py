@@ -9,6 +9,7 @@ import pytest
 
 from cbatch import BatchPrompt, Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker import host
@@ -173,6 +174,47 @@ def test_wrong_extension_is_refused_by_name(program: Program) -> None:
         assert (number, value) == (1, None)
         assert word in error["message"]
     assert program.call("count", prompt=item) == 3
+
+
+@pytest.mark.parametrize("n_there", [50, 58, 61, 62, 65, 77, 78, 300])
+@pytest.mark.parametrize("n_discard", [1, 16])
+def test_extension_of_more_than_the_window_begins_with_what_fits(
+    n_there: int, n_discard: int
+) -> None:
+    """The result is of an engine whose window is larger."""
+    there = extension_of([65] * n_there, n_discard=n_discard, ignore_eos=True, seed=3)
+    results = extended_after(there, n_tokens=5)
+    assert results["a"]["finish_reason"] == "length"
+    assert results["a"]["token_ids"][:n_there] == [65] * n_there
+    assert len(results["a"]["token_ids"]) == n_there + 5
+    n_over = 3 + n_there + 4 - 64
+    assert results["a"]["usage"].get("context_shifts", 0) == max(0, -(-n_over // n_discard))
+    assert results["other"]["text"]
+
+
+@pytest.mark.parametrize(("n_there", "is_late"), [(60, False), (61, True), (300, True)])
+def test_extension_that_scores_its_prompt_must_fit_the_window(n_there: int, is_late: bool) -> None:
+    there = extension_of([65] * n_there, n_discard=16, prompt_logprobs=0, ignore_eos=True)
+    results = extended_after(there, n_tokens=1)
+    error = results["a"].get("error") or {"type": None}
+    assert error["type"] == ("PromptTooLongError" if is_late else None)
+    assert results["other"]["text"]
+
+
+def extended_after(there: dict[str, Any], n_tokens: int) -> dict[str, Any]:
+    """The results of an extension and of another request, where windows of 64 tokens can move."""
+    memory = KvCapabilities("partitioned", 2 * 64, can_shift=True)
+    with Program(FakeBackend(2, 64, memory=memory)) as program:
+        program.read()
+        program.send("extend", n_tokens=n_tokens, **there)
+        program.send("run", items=[{"prompt": "other", "id": "other"}])
+        return {r["id"]: r for r in program.rest()["results"]}
+
+
+def extension_of(token_ids: list[int], **options: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 3, "completion_tokens": len(token_ids)}
+    result = {"finish_reason": "length", "usage": usage, "seed": 3, "token_ids": token_ids}
+    return {"prompt": {"tokens": [1, 2, 3], "id": "a"}, "options": options, "result": result}
 
 
 def test_result_with_a_foreign_number_gets_no_foreign_cells(program: Program) -> None:
