@@ -6,7 +6,8 @@ import math
 import re
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.request import Request
@@ -19,11 +20,11 @@ from cbatch.options import MAX_SEED, NO_OPTIONS, Grammar, RunOptions, values_of
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits, check_labels
-from cbatch.support.checks import check_seconds
+from cbatch.support.checks import check_seconds, shown
 from cbatch.support.plain import are_same
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.backend import Backend, Vocab
     from cbatch.chat.chat_format import ChatFormat
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 UNNAMED = "-"
 """The id of a request that is checked and not run, in errors."""
+
+_N_NAMED = 3
+"""Variables that a warning names; more are counted."""
 
 
 class OptionsMerger:
@@ -64,6 +68,7 @@ class SequenceMaker:
         self._backend, self._schedule = backend, schedule
         self._chats = chats
         self._settled = OptionsMerger()
+        self._last_unused: tuple[Mapping[str, Any] | None, tuple[str, ...]] = None, ()
         self._n_trained = backend.model_facts.n_ctx_train
 
     def of_prompt(
@@ -174,12 +179,30 @@ class SequenceMaker:
                 "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
                 f"{cuts.multiple}"
             )
-        template = self._backend.vocab.template
-        driver.warnings += (
-            f"chat_template_kwargs has {name!r}, which the chat template does not use"
-            for name in options.chat_template_kwargs or ()
-            if template and not re.search(rf"\b{name}\b", template)
-        )
+        if given := options.chat_template_kwargs:
+            driver.warnings += self._unused_in(given)
+
+    def _unused_in(self, given: Mapping[str, Any]) -> Sequence[str]:
+        """Return a warning of the variables that the chat template never names; choices have the same ones."""
+        last, warning = self._last_unused
+        if last is not given:
+            template = self._backend.vocab.template
+            names = [name for name in given if template and name not in _words_of(template)]
+            warning = (_unused(names),) if names else ()
+            self._last_unused = given, warning
+        return warning
+
+
+@lru_cache(1)
+def _words_of(template: str) -> frozenset[str]:
+    """Return the words of a chat template, among them all names of variables."""
+    return frozenset(re.findall(r"\w+", template))
+
+
+def _unused(names: Sequence[str]) -> str:
+    some = ", ".join(map(shown, names[:_N_NAMED]))
+    more = f" and {len(names) - _N_NAMED:,} more" if len(names) > _N_NAMED else ""
+    return f"chat_template_kwargs has {some}{more}, which the chat template does not use"
 
 
 def _choice(request: Request, i: int) -> Request:

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
 from cbatch.options import RunOptions
 from cbatch.runtime.sequences import OptionsMerger
 
 ENGINE = RunOptions(max_tokens=9, temperature=0)
+CHAT = [{"role": "user", "content": "a"}]
 
 
 def test_settled_options_follow_what_is_said_and_what_it_is_put_over() -> None:
@@ -29,3 +32,18 @@ def test_options_that_only_python_takes_for_equal_are_told_apart(first: Any, oth
         found = settled.over(own, ENGINE)
         assert repr(found.chat_template_kwargs) == repr({"x": value})
         assert settled.over(RunOptions(chat_template_kwargs={"x": value}), ENGINE) is found
+
+
+def test_variables_that_no_template_names_are_one_warning_for_all_choices() -> None:
+    backend = FakeBackend(1, 2**15)
+    backend.vocab.template = "{{ known }}"
+    kwargs = {"known": 1, **{f"v{i}": 1 for i in range(1003)}}
+    with Engine(backend, options={"max_tokens": 1}) as engine:
+        result = engine.submit(CHAT, options={"n": 4, "chat_template_kwargs": kwargs}).result()
+        few = engine.submit(CHAT, options={"chat_template_kwargs": {"a": 1, "b": 2}}).result()
+        none = engine.submit(CHAT, options={"chat_template_kwargs": {"known": 1}}).result()
+    behind = "which the chat template does not use"
+    said = f"chat_template_kwargs has 'v0', 'v1', 'v2' and 1,000 more, {behind}"
+    assert [choice.warnings for choice in result.choices] == [(said,)] * 4
+    assert few.warnings == (f"chat_template_kwargs has 'a', 'b', {behind}",)
+    assert none.warnings == ()
