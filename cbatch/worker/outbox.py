@@ -9,7 +9,7 @@ from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, TokenLogprob
+from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob
 from cbatch.runtime.output_size import n_logprobs
 from cbatch.worker.wire import (
     N_PART,
@@ -272,17 +272,16 @@ class Outbox:
 
 
 class _Merged:
-    """Chunks of one answer that nobody has read yet, as one."""
+    """Chunks of one answer that nobody has read yet, as one: what is not joined is as in the last of them."""
 
-    __slots__ = ("_finish_reason", "_id", "_index", "_logprobs", "_parts", "_text", "_tokens")
+    __slots__ = ("_last", "_logprobs", "_parts", "_text", "_tokens")
 
     def __init__(self, chunk: BatchOutputChunk) -> None:
-        self._id, self._index = chunk.id, chunk.index
+        self._last = chunk
         self._text, self._tokens = StringIO(), array("i")
         self._logprobs: list[TokenLogprob] | None = None
         self._parts: tuple[StringIO, StringIO] | None = None
         """Content and thinking, from where they are not the text alone."""
-        self._finish_reason: FinishReason | None = None
         self.add(chunk)
 
     def add(self, chunk: BatchOutputChunk) -> _Merged:
@@ -297,15 +296,20 @@ class _Merged:
         if chunk.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += chunk.logprobs
-        self._finish_reason = chunk.finish_reason
+        self._last = chunk
         return self
 
     def chunk(self) -> BatchOutputChunk:
-        text, tokens, index = self._text.getvalue(), tuple(self._tokens), self._index
+        text, logprobs = self._text.getvalue(), self._logprobs
         content, thought = (p.getvalue() for p in self._parts) if self._parts else (text, "")
-        reason, logprobs = self._finish_reason, self._logprobs
-        scores = None if logprobs is None else tuple(logprobs)
-        return BatchOutputChunk(self._id, text, tokens, index, reason, content, thought, scores)
+        return replace(
+            self._last,
+            text=text,
+            token_ids=tuple(self._tokens),
+            content=content,
+            reasoning=thought,
+            logprobs=None if logprobs is None else tuple(logprobs),
+        )
 
 
 def _cut(chunk: BatchOutputChunk) -> tuple[BatchOutputChunk, BatchOutputChunk | None]:

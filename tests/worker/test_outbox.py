@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import BatchOutputChunk, BatchPrompt, BatchResult, RunOptions
+from cbatch.errors import GrammarError
 from cbatch.response import Timings, TokenLogprob, Usage
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Submission
@@ -271,3 +272,13 @@ def test_chunks_that_nobody_reads_are_joined_with_their_parts() -> None:
     assert [(t["token_id"], t["data"], t["logprob"]) for t in joined["logprobs"]] == [
         (token, "YQ==", -1.0) for token in range(4)
     ]
+
+
+def test_joined_chunks_have_the_end_of_the_last_one() -> None:
+    reader = Piped(credit=0)
+    last = BatchOutputChunk("a", "c", (3,), 0, "error", "c", error=GrammarError("regex", "no"))
+    for chunk in (*[BatchOutputChunk("a", "b", (1,))] * 2, last):
+        reader.outbox.deliver([chunk], [])
+    [joined] = reader.rest()["chunks"]
+    assert (joined["text"], joined["token_ids"]) == ("bbc", [1, 1, 3])
+    assert (joined["finish_reason"], joined["error"]["type"]) == ("error", "GrammarError")
