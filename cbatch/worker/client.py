@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.support.interrupts import Postponed, is_locked_here
 from cbatch.worker.connection import Connection, FrameThread
-from cbatch.worker.pool import Launch, Pool, by_worker, read_texts
+from cbatch.worker.pool import Launch, Pool, by_worker, id_parts, read_texts
 from cbatch.worker.protocol_commands import (
     COMMAND_OF,
     CancelCommand,
@@ -30,6 +29,7 @@ from cbatch.worker.protocol_commands import (
     resume_of,
 )
 from cbatch.worker.requests import Asked
+from cbatch.worker.timers import Timers
 from cbatch.worker.wire import encode_call, reader, told_options
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Workers(Questions):
     ) -> None:
         """Start the workers and wait until all are ready; see `Pool` for arguments and errors."""
         self._owner, self._pid = os.urandom(8).hex(), os.getpid()
-        self._encoded = _Encoded()
+        self._encoded, self._timers = _Encoded(), Timers()
         self.pool = Pool(
             launches, can_replace=can_replace, owner=self._owner, is_stopped=is_stopped
         )
@@ -120,6 +120,7 @@ class Workers(Questions):
     def close(self, within_s: float | None = None) -> None:
         """End every request and every worker; kill workers that do not end in time. Twice is harmless."""
         if os.getpid() == self._pid:
+            self._timers.close()
             with Postponed():
                 self.pool.close(within_s)
 
@@ -197,7 +198,7 @@ class Workers(Questions):
             was_at = {asked: asked.worker for asked in self._left(some)}
             calls = [
                 (connection, connection.ask(TakeBack(ids=at_worker), read_texts))
-                for connection, at_worker in by_worker(was_at).items()
+                for connection, at_worker in id_parts(was_at)
             ]
         for connection, call in calls:
             found = call.wait()
@@ -209,7 +210,7 @@ class Workers(Questions):
     def watch(self, target: BatchTarget) -> None:
         """Have a batch's chunks sent as they come."""
         with self.pool.lock():
-            for connection, ids in by_worker(self._of(target)).items():
+            for connection, ids in id_parts(self._of(target)):
                 connection.post(Stream(ids=ids))
 
     def pause(self, id: str) -> bool:
@@ -288,7 +289,7 @@ class Workers(Questions):
             sent = self._left(some)
             calls = [
                 (connection.ask(CancelCommand(ids=ids, waiting=is_for_waiting), _READ_COUNT), ids)
-                for connection, ids in by_worker(sent).items()
+                for connection, ids in id_parts(sent)
             ]
         _tell_cancelled(held)
         if is_locked_here():  # a worker's message may need the lock
@@ -309,17 +310,15 @@ class Workers(Questions):
             for asked in some:
                 asked.give_up(is_for_waiting=waiting)
             held = [asked for asked in some if self.pool.drop_held(asked)]
-            for connection, ids in by_worker(some).items():
+            for connection, ids in id_parts(some):
                 connection.post(CancelCommand(ids=ids, waiting=waiting))
             return partial(_tell_cancelled, held)
 
         self.pool.do_soon(cancel)
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
-        """Have `action` done at `when_s` of `time.perf_counter`, in a thread of its own."""
-        timer = threading.Timer(max(0.0, when_s - time.perf_counter()), action)
-        timer.daemon = True
-        timer.start()
+        """Have `action` done at `when_s` of `time.perf_counter`, in a thread for that."""
+        self._timers.set(when_s, action)
 
     # ---- questions ----
 

@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.errors import (
@@ -34,7 +35,7 @@ from cbatch.support.logs import FIELDS, Log
 from cbatch.support.thread_start import start
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
-from cbatch.worker.requests import SentOrigin, in_messages
+from cbatch.worker.requests import N_MESSAGE_BYTES, SentOrigin, in_messages
 from cbatch.worker.requests_lock import RequestsLock
 from cbatch.worker.routing import Routing, beginnings
 from cbatch.worker.wire import reader
@@ -60,6 +61,9 @@ read_texts = reader(list[str])
 
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
+
+_N_ID_BYTES = 5
+"""Most bytes of an id in a message beside its characters: msgpack's length of a text."""
 
 N_FAILED_MAX = 6
 """Failed starts in a row per worker, after which requests that wait for a worker end. Starts are still retried.
@@ -411,7 +415,7 @@ class Pool:
             for asked in gone:
                 self._drop(asked)
             has = [asked for asked in gone if not asked.is_refused]
-            for connection, ids in by_worker(has).items():
+            for connection, ids in id_parts(has):
                 calls.append(connection.ask(CancelCommand(ids=ids)))
         for asked in gone:
             asked.count_ends(1)
@@ -822,3 +826,16 @@ def by_worker(some: Iterable[Asked]) -> dict[Connection, list[str]]:
         if asked.worker is not None:
             found.setdefault(asked.worker, []).append(asked.id)
     return found
+
+
+def id_parts(some: Iterable[Asked]) -> Iterator[tuple[Connection, list[str]]]:
+    """Yield the ids of requests as `by_worker`, a worker's in parts, for one message may not be long."""
+    for connection, ids in by_worker(some).items():
+        ends = [*accumulate(_N_ID_BYTES + len(id) for id in ids)]
+        for _, part in groupby(zip(ends, ids, strict=True), key=_part_of):
+            yield connection, [id for _, id in part]
+
+
+def _part_of(found: tuple[int, str]) -> int:
+    """Return the number of the message to which an id belongs, by the bytes up to its end."""
+    return found[0] // N_MESSAGE_BYTES

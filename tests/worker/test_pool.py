@@ -32,7 +32,7 @@ from tests.runtime.backends import (
     n_commands_of,
     runtime_of,
 )
-from tests.worker.links import Launches, MortalBackend, engine_over
+from tests.worker.links import Launches, MortalBackend, ThreadLink, engine_over
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
@@ -395,6 +395,41 @@ def test_value_that_cannot_be_sent_is_refused_and_nothing_is_queued(where: str) 
             engine.count_tokens([message], options=options)
         assert engine.stats().n_submitted == (1 if where == "message" else 0)
         check_empty(engine)
+
+
+@pytest.mark.parametrize("way", ["chunks", "cancel", "leave", "take back"])
+def test_messages_with_the_ids_of_many_requests_are_short(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    send = ThreadLink.send
+
+    def noted(link: ThreadLink, message: bytes) -> None:
+        sizes.append(len(message))
+        send(link, message)
+
+    backend = held()
+    prompts = [item([*text_of(9), i], f"{i:04}" + "x" * 100) for i in range(60)]
+    ids = [prompt.id or "" for prompt in prompts]
+    with engine_over(backend, options=OPTIONS) as engine:
+        response = engine.run(prompts)
+        backend.wait_until_held()
+        backend.release_when_asked()
+        monkeypatch.setattr("cbatch.worker.pool.N_MESSAGE_BYTES", 1000)
+        monkeypatch.setattr(ThreadLink, "send", noted)
+        if way == "chunks":
+            assert sum(len(chunk.token_ids) for chunk in response) == 60 * 6
+        elif way == "leave":
+            response.leave()
+        elif way == "cancel":
+            assert workers_of(engine).cancel(ids)
+        else:
+            assert workers_of(engine).take_back(ids)
+            engine.cancel_all()
+        wait_until(lambda: not response.n_open or way == "take back")
+        check_empty(engine)
+    assert len(sizes) > 6
+    assert max(sizes) < 1300
 
 
 # ---- workers that a signal has stopped ----
