@@ -16,7 +16,7 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.books import KvLedger
 from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
+from cbatch.errors import CBatchError, ConfigError, GrammarError, UnsupportedTaskError
 from cbatch.media import shown_messages
 from cbatch.runtime.ids import RequestId, check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
@@ -319,7 +319,7 @@ class LocalRuntime:
         def queue() -> None:
             try:
                 self.texts.put(texts)
-            except EngineClosedError:
+            except CBatchError:  # nothing was queued
                 self.orders.drop(routes)
                 raise
 

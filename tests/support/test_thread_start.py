@@ -40,7 +40,7 @@ def test_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, 
 
 
 CALLS: dict[str, Callable[[Engine], object]] = {
-    "cbatch-texts": lambda engine: engine.embed(["a", "b"]).results(),
+    "cbatch-texts": lambda engine: engine.embed(["a", "b"], ids=["x", "y"]).results(),
     "cbatch-feed": lambda engine: engine.run(iter(["a", "b"])).results(),
 }
 
@@ -55,7 +55,8 @@ def test_call_without_a_thread_fails_alone_and_the_next_works(
             CALLS[name](engine)
         assert engine.run(["a"], options={"max_tokens": 1}).results()[0].error is None
         threads.is_over = True
-        CALLS[name](engine)
+        for _ in range(2):  # with the same ids
+            CALLS[name](engine)
         assert engine.stats().n_running == engine.stats().n_waiting == 0
 
 
