@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError
+from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError, names_like
 from cbatch.options import RunOptions
 from cbatch.support.checks import (
     MAX_INT,
@@ -455,6 +454,6 @@ def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
         reason = ""
         if name in ("model_path", "model"):
             reason = "the model's path is the first argument"
-        elif close := get_close_matches(ELSEWHERE.get(name, name), of_requests, 1, 0.8):
+        elif close := names_like(ELSEWHERE.get(name, name), of_requests, 1, 0.8):
             reason = f"options of requests go into options={{{close[0]!r}: …}}"
         raise UnsupportedOptionError(name, known, reason=reason)

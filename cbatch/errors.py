@@ -30,9 +30,16 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
     return error
 
 
+def names_like(name: str, known: Iterable[str], n: int, cutoff: float) -> list[str]:
+    """Return the `n` known names that are most like a wrong one; names of twice their length are like none."""
+    names = [*dict.fromkeys(known)]
+    is_long = len(name) > 2 * max(map(len, names), default=0)
+    return [] if is_long else get_close_matches(name.lower(), names, n, cutoff)
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """Return the names that a wrong one is like, as a question; empty if there is none."""
-    found = get_close_matches(name.lower(), [*dict.fromkeys(known)], n=2, cutoff=0.75)
+    found = names_like(name, known, 2, 0.75)
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -22,7 +22,13 @@ from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_size import check_prompts
-from cbatch.server.request_fields import RequestFields, field_errors, ignored_header, with_param
+from cbatch.server.request_fields import (
+    RequestFields,
+    as_list,
+    field_errors,
+    ignored_header,
+    with_param,
+)
 from cbatch.server.sse import COMMENT, EventStream, StreamEncoder
 from cbatch.server.telemetry import add_answers
 from cbatch.support.checks import MAX_KEY_LENGTH, shown
@@ -234,7 +240,7 @@ class Answering:
             ignored.append("return_progress")
         if ignored:
             self._headers |= ignored_header(ignored)
-            _log.tell("ignored fields", request_id=self._exchange.id, fields=",".join(ignored))
+            _log.tell("ignored fields", request_id=self._exchange.id, fields=as_list(ignored, ","))
         self._desk.warn_of_unknown(asked)
 
     async def _answer(self, visit: Visit, n_slots: int) -> None:

@@ -177,7 +177,7 @@ class Desk:
         """Number of clients' questions that the engine has not answered."""
         self._sizes: EngineSizes | None = None
         self._unknown: set[str] = set()
-        """Unknown fields that the log has named."""
+        """Unknown fields that the log has named, as it shows them."""
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: EngineQuestion[list[SlotState]] = EngineQuestion(engine.slots, clock)
         self.meters = Meters()
@@ -226,12 +226,12 @@ class Desk:
 
     def warn_of_unknown(self, asked: RequestFields) -> None:
         """Log a warning for each unknown field of a call, once for each name."""
-        for name in asked.unknown:
+        for name in asked.unknown[:_N_UNKNOWN]:
             if len(self._unknown) >= _N_UNKNOWN:
                 return
-            if name not in self._unknown:
-                self._unknown.add(name)
-                words = f"ignored the unknown field {shown(name)}"
+            if (told := shown(name)) not in self._unknown:
+                self._unknown.add(told)
+                words = f"ignored the unknown field {told}"
                 others = near(name, asked.names)
                 _log.warn("%s", f"{words}; {others}" if others else words)
 

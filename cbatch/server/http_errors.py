@@ -47,6 +47,9 @@ SOON = {"retry-after": "1"}
 
 LATER = {"retry-after": "60"}
 
+_N_PARAM = 1024
+"""Most characters of an unknown field's name in an answer. Our choice."""
+
 _MENDED_S = 30.0
 """Seconds after which a model that failed to load is tried again. Source: the longest pause before a start."""
 
@@ -138,7 +141,7 @@ def unknown_field(name: str, known: Iterable[str]) -> HttpProblemError:
     """Return the problem of a field that no endpoint reads; `known` are those that this one does."""
     others = near(name, known)
     words = f"unknown field {shown(name)}" + (f"; {others}" if others else "")
-    return bad_request(words, name, "unknown_parameter")
+    return bad_request(words, name[:_N_PARAM], "unknown_parameter")
 
 
 def too_large(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
@@ -513,9 +513,19 @@ def _culprit(values: Mapping[str, Any], names: Mapping[str, str], error: ConfigE
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header that lists ignored fields, in ASCII and not too long; none where there are none."""
-    text = ", ".join(dict.fromkeys(names)).encode("ascii", "backslashreplace").decode()
-    value = "".join(c if " " <= c <= "~" else "?" for c in text)[:1024]
+    text = as_list(names, ", ").encode("ascii", "backslashreplace").decode()
+    value = "".join(c if " " <= c <= "~" else "?" for c in text)[:_N_LISTED]
     return {"x-ignored-fields": value} if names else {}
+
+
+def as_list(names: Sequence[str], mark: str) -> str:
+    """Return different names with a mark between them, cut where they are long: clients choose them."""
+    first = dict.fromkeys(name[:_N_LISTED] for name in islice(names, _N_LISTED))
+    return mark.join(first)[:_N_LISTED]
+
+
+_N_LISTED = 1024
+"""Most characters of a list of ignored fields. Our choice."""
 
 
 def param_in(message: str, names: Mapping[str, str]) -> str | None:

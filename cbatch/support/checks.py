@@ -71,6 +71,8 @@ _N_SHOWN = 80
 
 def shown(value: object) -> str:
     """Return a value as an error shows it: cut where it is long, by its type where `repr` fails."""
+    if type(value) is str:
+        value = value[: _N_SHOWN + 1]  # a text of megabytes is not copied
     try:
         text = repr(value)
     except Exception:  # thousands of digits, or the caller's own `__repr__`

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
+from cbatch import errors
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, words_of
+from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near, words_of
 from cbatch.files.file_formats import check_name
 from cbatch.messages import BatchPrompt
 from cbatch.server.http_errors import unknown_field
@@ -74,6 +75,25 @@ def test_field_of_a_call_is_answered_with_the_right_one() -> None:
     problem = unknown_field("temprature", ("temperature", "top_p"))
     assert problem.message == "unknown field 'temprature'; did you mean temperature?"
     assert unknown_field("speed", ("top_p",)).message == "unknown field 'speed'"
+
+
+def test_name_longer_than_any_known_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def close(name: str, *_: object) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr(errors, "get_close_matches", close)
+    near("a" * 11, ["min_p", "top_k"])
+    assert not compared
+    near("temprature", ["temperature"])
+    assert compared == ["temprature"]
+
+
+def test_field_with_a_long_name_is_named_by_its_beginning() -> None:
+    problem = unknown_field("x" * 5000, ("top_p",))
+    assert (len(problem.message), len(problem.param or "")) == (95, 1024)
 
 
 def _error_of(use: Callable[[], object]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -334,3 +335,14 @@ def test_clients_cannot_fill_the_log_with_names(caplog: pytest.LogCaptureFixture
     with fake_app() as app:
         call(app, CHAT, {**BODIES[CHAT], **{f"x{i}": 1 for i in range(300)}})
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 100
+
+
+def test_long_unknown_name_is_cut_in_answer_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with fake_app() as app:
+        answer = call(app, CHAT, {**BODIES[CHAT], "x" * 50_000: 1})
+        assert len(answer.headers["x-ignored-fields"]) == 1024
+        logged = [r.getMessage() for r in caplog.records]
+        assert any("ignored fields" in text for text in logged)
+        assert any("unknown field" in text for text in logged)
+        assert max(map(len, logged)) < 2000
