@@ -79,6 +79,12 @@ class VectorCall(ABC):
     def texts(self) -> list[Any]:
         """The texts to compute."""
 
+    @property
+    def beginnings(self) -> dict[str, list[str]]:
+        """What is computed before each text, or beside it, by field."""
+        instruction = self.settings.get("instruction")
+        return {"instruction": [instruction] * len(self.texts)} if instruction else {}
+
     @abstractmethod
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer; "" if it can."""
@@ -300,6 +306,11 @@ class RerankCall(VectorCall):
         """The documents."""
         return self.documents
 
+    @property
+    def beginnings(self) -> dict[str, list[str]]:
+        """The instruction and the query."""
+        return {**super().beginnings, "query": [self.query] * len(self.documents)}
+
     def place(self, i_text: int) -> str:
         """Return where a document stands."""
         return f"texts[{i_text}]" if self.is_tei else super().place(i_text)
@@ -380,6 +391,11 @@ class ScoreCall(VectorCall):
     def texts(self) -> list[Any]:
         """The second text of each pair."""
         return [second for _, second in self.pairs]
+
+    @property
+    def beginnings(self) -> dict[str, list[str]]:
+        """The instruction, and the first text of each pair."""
+        return {**super().beginnings, "text_1": [first for first, _ in self.pairs]}
 
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer."""

@@ -71,7 +71,7 @@ PATIENCE_S = 600.0
 that calls do not wait for them; but other work does not hold a batch up for ever. Our choice."""
 
 _N_CHARACTERS = 4
-"""Characters of a token, about, where a text has too many."""
+"""Characters of a token, about, where a text has too many or is cut off."""
 
 _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
@@ -109,6 +109,12 @@ class WaitingText:
     digest: bytes = b""
     begun_s: float = math.inf
     has_ended: bool = False
+
+    @property
+    def n_characters(self) -> int:
+        """Characters that tokens are made of."""
+        parts = self.prompt.prompt, self.kind.prefix, self.kind.query, self.kind.instruction
+        return sum(len(part) for part in parts if part)
 
     def __lt__(self, other: WaitingText) -> bool:
         return self.rank < other.rank
@@ -343,9 +349,9 @@ class Texts:
                 text.tokens = self._tokens_of(text)
             except Exception as error:
                 self._drop(text, error)
-                n_left -= len(text.prompt.prompt or "") // _N_CHARACTERS
                 continue
-            n_left -= len(text.tokens)
+            finally:
+                n_left -= max(len(text.tokens), text.n_characters // _N_CHARACTERS)
             data = np.asarray(text.tokens, np.int32).tobytes()
             text.digest = blake2b(data, digest_size=16, key=text.kind.pooling.encode()).digest()
             found = self._kept.get(text.digest)

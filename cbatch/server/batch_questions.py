@@ -27,6 +27,7 @@ from cbatch.server.http_errors import (
 )
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
+from cbatch.server.prompt_size import check_call, check_vectors
 from cbatch.server.request_fields import with_param
 from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.vector_endpoints import call_of as vector_call_of
@@ -88,7 +89,7 @@ class VectorQuestion:
 
 
 def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
-    kind = VECTOR_CALLS[batch.endpoint]
+    kind, facts, n_window = VECTOR_CALLS[batch.endpoint], engine.model_facts, engine.n_window
 
     def ask(body: dict[str, Any]) -> VectorQuestion | ServedReply:
         try:
@@ -96,6 +97,7 @@ def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engi
             call, _ = vector_call_of(kind, body, settings)
             if why := call.lack(engine):
                 raise absent(why)
+            check_vectors(call, facts, n_window)
             return VectorQuestion(call, call.model or model, batch.endpoint)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error), batch.endpoint)
@@ -114,6 +116,7 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
     if batch.endpoint in VECTOR_CALLS:
         return _vector_asker(batch, settings, model, engine)
     endpoint, facts, fingerprint = batch.endpoint, engine.model_facts, fingerprint_of(engine)
+    n_window = engine.n_window
     call_of = _OF_ALL[endpoint]
 
     def ask(body: dict[str, Any]) -> LineQuestion | ServedReply:
@@ -121,6 +124,7 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
             _check_numbers(body)
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
+            check_call(call, n_window)
             call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
             deque(call.see_vocabulary(engine, facts), maxlen=0)

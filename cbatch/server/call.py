@@ -21,7 +21,7 @@ from cbatch.options import NO_OPTIONS, RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
-from cbatch.server.prompt_size import check_prompts
+from cbatch.server.prompt_size import check_call
 from cbatch.server.request_fields import (
     RequestFields,
     as_list,
@@ -220,9 +220,7 @@ class Answering:
         sizes = await desk.sizes()
         call.see_client(self._exchange.owner, desk.settings)
         if not self._exchange.is_small:
-            await self._exchange.aside(
-                check_prompts, call.prompts, sizes.n_window, call.prompt_field
-            )
+            await self._exchange.aside(check_call, call, sizes.n_window)
         call.see_facts(sizes.facts)
         if call.asks_vocabulary:
             await desk.ask_each(self._exchange, call.see_vocabulary(desk.engine, sizes.facts))

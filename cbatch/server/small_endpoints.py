@@ -24,7 +24,7 @@ from cbatch.server.http_errors import (
     unwell,
 )
 from cbatch.server.openai_chat import ChatCall
-from cbatch.server.prompt_size import check_prompts, check_text, check_tokens
+from cbatch.server.prompt_size import check_call, check_text, check_tokens
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.support.checks import check_flag, shown, token_ids
 from cbatch.support.lazy_json import LazyList
@@ -306,8 +306,7 @@ async def _read(
 ) -> Call:
     """Return the call of a body, whose prompts are not too large."""
     call = await exchange.aside(call_of, body, **named)
-    n_window = (await desk.sizes()).n_window
-    await exchange.aside(check_prompts, call.prompts, n_window, call.prompt_field)
+    await exchange.aside(check_call, call, (await desk.sizes()).n_window)
     return call
 
 

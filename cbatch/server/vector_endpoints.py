@@ -18,6 +18,7 @@ from cbatch.server.http_errors import (
     problem_of,
     unknown_field,
 )
+from cbatch.server.prompt_size import check_vectors, needs_slots
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
 
@@ -40,11 +41,12 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     body = await body_of(desk, exchange)
     call, ignored = await exchange.aside(call_of, kind, body, desk.settings)
     sizes = await desk.sizes()
-    needs_slots = sizes.facts.can_rerank and sizes.facts.pooling != "rank" and call.reranks
-    n_sequences = N_SEQUENCES * len(call.texts) if needs_slots else 1
+    await exchange.aside(check_vectors, call, sizes.facts, sizes.n_window)
+    has_slots = needs_slots(call, sizes.facts)
+    n_sequences = N_SEQUENCES * len(call.texts) if has_slots else 1
     with desk.visit(n_sequences, sizes.n_slots) as visit:
         with visit.scope:
-            if needs_slots and desk.settings.max_queue_tokens is not None:
+            if has_slots and desk.settings.max_queue_tokens is not None:
                 counts = await desk.ask_each(exchange, _n_tokens(call, desk.engine))
                 desk.count_tokens(visit, sum(counts), sizes.n_slots)
             results = await _results(desk, exchange, call)

@@ -30,6 +30,7 @@ from cbatch.errors import (
     TextTooLongError,
     UnsupportedTaskError,
 )
+from cbatch.runtime import text_room
 from cbatch.runtime.text_room import KeptVectors
 from tests.runtime.backends import GatedBackend, parts_of
 from tests.server.clients import wait_until
@@ -220,6 +221,43 @@ def test_texts_fill_micro_batches_up_to_their_limits() -> None:
         sizes = [(len(c), sum(map(len, c))) for c in backend.embedders[0].calls]
     assert all(n <= 16 and n_tokens <= 64 for n, n_tokens in sizes)
     assert len(sizes) < 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"), [({"instruction": "x" * 1000}, 0), ({"truncate": "end"}, 1000)]
+)
+def test_texts_that_are_refused_or_cut_count_whole_in_a_turn(
+    settings: dict[str, Any], more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_room, "N_TURN_TOKENS", 100)
+    backend, gate = FakeBackend(2, 64), Gate()
+    n_tokenized = [0]
+    tokenize = backend.vocab.tokenize
+
+    def counted(text: str) -> list[int]:
+        n_tokenized[-1] += "xxx" in text
+        return tokenize(text)
+
+    monkeypatch.setattr(backend.vocab, "tokenize", counted)
+    with Engine(backend) as engine, monkeypatch.context() as patch:
+        ready = text_room.Texts._get_ready
+
+        def turn(texts: text_room.Texts) -> None:
+            n_tokenized.append(0)
+            ready(texts)
+
+        patch.setattr(text_room.Texts, "_get_ready", turn)
+        backend.hold_texts = gate
+        first = engine.embed(["first"])
+        gate.has_come.wait()
+        texts = Queued(*(letter + "x" * more for letter in "abcdefgh"))
+        long = engine.embed(texts, **settings)
+        texts.wait()
+        gate.may_go.set()
+        for response in (first, long):
+            response.results(return_errors=True)
+    assert sum(n_tokenized) == 8
+    assert max(n_tokenized) == 1
 
 
 def test_call_that_fails_ends_only_the_text_at_fault() -> None:

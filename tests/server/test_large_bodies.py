@@ -218,6 +218,8 @@ def test_question_of_a_client_that_left_in_the_queue_is_never_asked(
 
 TEXT, TOKENS = "x" * (2**20 + 1), [5] * (2**18 + 1)
 CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": TEXT}}]
+BEGINNING, MANY_TEXTS = "x" * 2**14, ["a"] * 2048
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,16 @@ CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
         (COMPLETIONS, {"prompt": [TOKENS, [1]], "max_tokens": 1}, "prompt"),
         ("/responses", {"input": TEXT}, "input"),
         ("/responses/input_tokens", {"input": TEXT}, "input"),
+        (CHAT, {**SMALL, "logit_bias": {TEXT: 1}}, "logit_bias"),
+        (CHAT, {**SMALL, "tools": TOOLS}, "tools"),
+        (CHAT, {**SMALL, "chat_template_kwargs": {"x": {TEXT: 1}}}, "chat_template_kwargs"),
+        ("/v1/chat/completions/input_tokens", {**SMALL, "tools": TOOLS}, "tools"),
+        ("/v1/embeddings", {"input": ["a", TEXT]}, "input"),
+        ("/v1/embeddings", {"input": [[1], TOKENS]}, "input"),
+        ("/v1/embeddings", {"input": "a", "instruction": TEXT}, "instruction"),
+        ("/v1/rerank", {"query": TEXT, "documents": ["a"]}, "query"),
+        ("/v1/rerank", {"query": "a", "texts": [TEXT]}, "documents"),
+        ("/v1/score", {"text_1": TEXT, "text_2": ["a"]}, "text_1"),
         ("/v1/messages", {"model": "m", **CHATTED}, None),
         ("/v1/messages/count_tokens", {"model": "m", **CHATTED}, None),
     ],
@@ -247,6 +259,22 @@ def test_prompt_far_beyond_the_window_is_refused(
         error = error_of(answer, 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
         assert message.startswith("This model's maximum context length is 256 tokens.")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/embeddings", {"input": MANY_TEXTS, "instruction": BEGINNING}, "instruction"),
+        ("/v1/rerank", {"query": BEGINNING, "documents": MANY_TEXTS}, "query"),
+        ("/v1/score", {"text_1": BEGINNING, "text_2": MANY_TEXTS}, "text_1"),
+    ],
+)
+def test_beginning_is_not_repeated_without_bound(
+    app: Starlette, path: str, body: Any, field: str
+) -> None:
+    error = error_of(call(app, path, body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "33,538,048 characters more; at most 16,777,216 are read" in error["message"]
 
 
 def test_larger_window_reads_more() -> None:

@@ -69,9 +69,9 @@ def test_call_is_computed_before_the_waiting_texts_of_a_batch(tmp_path: Path) ->
         gate.may_go.set()
         assert waiting().status_code == 200
         (embedder,) = backend.embedders
-        assert len(embedder.calls) < 10  # many lines go together
         assert list(b"a call") in [list(text) for text in embedder.calls[1]]
         assert ended(app, id)["request_counts"]["completed"] == 600
+        assert len(embedder.calls) < 150  # many lines go together
 
 
 def test_cancel_of_a_batch_of_texts_does_not_wait_for_the_engine(tmp_path: Path) -> None:
