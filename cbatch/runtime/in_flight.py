@@ -267,7 +267,6 @@ class InFlight:
             lives = {id: route for id, route in routes.items() if self.routes.get(id) is route}
             for id in lives:
                 self._outside.pop(id, None)
-                self._texts.take_out(id)
             batcher = self._batcher
             self._cancel([route for id, route in lives.items() if id in batcher.in_flight])
             self.drop({id: lives[id] for id in lives if not batcher.is_storing(id)})
@@ -314,19 +313,19 @@ class InFlight:
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, without a result; return the ids."""
         lives = self._lives(ids)
+        return self._loop.call(lambda: [r.id for r in self._still(lives) if self._take_out(r)])
 
-        def take() -> list[str]:
-            back = [route for route in self._still(lives) if not self._has_begun(route)]
-            for route in back:
-                if self._texts.take_out(route.id):
-                    self.drop({route.id: route})
-                    continue
-                members = _member_ids(route)
-                self._loop.take_out([m for m in members if self._outside.pop(m, None) is None])
-                self.drop({member: self.routes[member] for member in {route.id, *members}})
-            return [route.id for route in back]
-
-        return self._loop.call(take)
+    def _take_out(self, route: Route) -> bool:
+        """Take out a request that never had a slot, without a result; False for another. Owner thread."""
+        if self._texts.take_out(route):
+            self.drop({route.id: route})
+            return True
+        members = _member_ids(route)
+        if any(map(self._has_run, members)):  # or it is a text that has begun or ended meanwhile
+            return False
+        self._loop.take_out([m for m in members if self._outside.pop(m, None) is None])
+        self.drop({member: self.routes[member] for member in {route.id, *members}})
+        return True
 
     def _lives(self, ids: Iterable[str]) -> dict[str, Route]:
         """Return the routes of the requests that a caller means and that are in flight."""
@@ -430,7 +429,7 @@ class InFlight:
         now, n_cancelled = self._clock(), 0
         for route in some:
             if route.id in self._texts:
-                n_cancelled += self._texts.cancel(route.id)
+                n_cancelled += self._texts.cancel(route)
                 continue
             done = [self._batcher.cancel(member, now) for member in self._queued_members(route)]
             n_cancelled += any(done)
@@ -461,9 +460,7 @@ class InFlight:
         """Whether a request, or one of its choices, ever had a slot; or a text is being computed."""
         if route.id in self._texts:
             return self._texts.has_begun(route.id)
-        target = route.target
-        members = target.member_ids if isinstance(target, Members) else [route.id]
-        return any(map(self._has_run, members))
+        return any(map(self._has_run, _member_ids(route)))
 
     def _has_run(self, id: str) -> bool:
         driver = self._batcher.in_flight.get(id)

@@ -76,6 +76,8 @@ _N_CHARACTERS = 4
 _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
 
+_N_ENDED_MIN = 64
+
 _IDLE_S = 0.05
 """Seconds without a text after which the thread ends: where it computes, its team of OpenMP's slows down others."""
 
@@ -155,6 +157,18 @@ class _TextQueue:
     """The other texts, in order of rank; some have ended."""
     by_deadline: list[tuple[float, int, WaitingText]] = field(default_factory=list)
     """A heap of the texts with a deadline; some have ended."""
+    n_ended: int = 0
+    """Texts that have ended since the heaps were cleared of them, at most."""
+
+    def note_end(self) -> None:
+        """Count an ended text. Ended ones leave the heaps many at once, at constant cost for each."""
+        self.n_ended += 1
+        if self.n_ended > max(_N_ENDED_MIN, len(self.waiting)):
+            self.by_rank = [text for text in self.by_rank if not text.has_ended]
+            self.by_deadline = [e for e in self.by_deadline if not e[2].has_ended]
+            heapq.heapify(self.by_rank)
+            heapq.heapify(self.by_deadline)
+            self.n_ended = 0
 
 
 class Texts:
@@ -258,24 +272,37 @@ class Texts:
 
     # ---- orders ----
 
-    def cancel(self, id: str) -> bool:
+    def cancel(self, route: Route) -> bool:
         """End a text now; False where it is not in flight."""
-        text = self._take(id)
-        if text is not None:
-            self._end(text, "cancelled", RequestCancelledError("cancelled before it was computed"))
-        return text is not None
+        text = self._of(route)
+        if text is None or not self._take(text):
+            return False
+        self._end(text, "cancelled", RequestCancelledError("cancelled before it was computed"))
+        return True
 
-    def take_out(self, id: str) -> bool:
-        """Take out a text that has not begun, without a result; False for another."""
-        return not self.has_begun(id) and self._take(id) is not None
-
-    def _take(self, id: str) -> WaitingText | None:
-        """Take a text out of the queue. The lists leave it out later."""
+    def take_out(self, route: Route) -> bool:
+        """Take out a text that has not begun, as if it had not been submitted; False for another."""
         with HeldBack(), self._lock:
-            text = self._queue.waiting.pop(id, None)
-            if text is not None:
-                text.has_ended = True
-        return text
+            text = self._of(route)
+            if text is None or text.begun_s < math.inf:
+                return False
+            self._stats.n_submitted -= 1
+            return self._take(text)
+
+    def _of(self, route: Route) -> WaitingText | None:
+        """Return the text in flight with this route; a later one may have an equal id."""
+        text = self._queue.waiting.get(route.id)
+        return text if text is not None and text.route is route else None
+
+    def _take(self, text: WaitingText) -> bool:
+        """Take a text out of the queue; False where it has ended. The lists leave it out later."""
+        with HeldBack(), self._lock:
+            if text.has_ended:
+                return False
+            text.has_ended = True
+            del self._queue.waiting[text.route.id]
+            self._queue.note_end()
+            return True
 
     # ---- the thread ----
 
@@ -319,11 +346,9 @@ class Texts:
         now = time.perf_counter()
         self._end_late(now)
         self._get_ready()
-        group = self._group()
+        group = self._group(now)
         if not group:
             return bool(self._queue.waiting) and not self._is_closed
-        for text in group:
-            text.begun_s = now
         if self.on_admit is not None:
             self.on_admit([text.route.id for text in group])
         with suppress(_UnwantedError):
@@ -338,7 +363,7 @@ class Texts:
             while queue and (queue[0][0] <= now or queue[0][2].has_ended):
                 late.append(heapq.heappop(queue)[2])
         for text in late:
-            if self._take(text.route.id) is text:
+            if self._take(text):
                 self._end(text, "timeout", DeadlineError(now - text.submitted_s))
 
     def _get_ready(self) -> None:
@@ -355,7 +380,7 @@ class Texts:
             data = np.asarray(text.tokens, np.int32).tobytes()
             text.digest = blake2b(data, digest_size=16, key=text.kind.pooling.encode()).digest()
             found = self._kept.get(text.digest)
-            if found is not None and self._take(text.route.id) is text:
+            if found is not None and self._take(text):
                 self._end(text, "stop", None, found)
                 continue
             with HeldBack(), self._lock:
@@ -372,8 +397,8 @@ class Texts:
                 return None
             return heapq.heappop(queue)
 
-    def _group(self) -> list[WaitingText]:
-        """Take out of the ready texts those of the next micro-batch, the first one and what fits beside it."""
+    def _group(self, now: float) -> list[WaitingText]:
+        """Take the texts of the next micro-batch, which begin now: the first ready one and what fits beside it."""
         with HeldBack(), self._lock:
             ready = self._queue.ready = [t for t in self._queue.ready if not t.has_ended]
         if not ready:
@@ -391,6 +416,9 @@ class Texts:
         chosen = set(map(id, found))
         with HeldBack(), self._lock:
             self._queue.ready = [t for t in self._queue.ready if id(t) not in chosen]
+            found = [t for t in found if not t.has_ended]
+            for text in found:
+                text.begun_s = now
         return found
 
     def _embedder(self, pooling: Pooling) -> Embedder:
@@ -455,7 +483,7 @@ class Texts:
     ) -> None:
         for text in group:
             vector = found[text.digest]
-            if self._take(text.route.id) is not text:
+            if not self._take(text):
                 continue  # it was cancelled meanwhile
             if isinstance(vector, CBatchError):
                 self._end(text, "error", vector)
@@ -465,7 +493,7 @@ class Texts:
             self._end(text, "stop", None, vector)
 
     def _drop(self, text: WaitingText, error: BaseException) -> None:
-        if self._take(text.route.id) is text:
+        if self._take(text):
             self._end(text, "error", _failure(error))
 
     # ---- tokens ----
@@ -554,10 +582,10 @@ class Texts:
 
     def _end_all(self, error: CBatchError | None) -> None:
         """End every text: by an error, or cancelled."""
-        for id in [*self._queue.waiting]:
+        for text in [*self._queue.waiting.values()]:
             if error is None:
-                self.cancel(id)
-            elif (text := self._take(id)) is not None:
+                self.cancel(text.route)
+            elif self._take(text):
                 self._end(text, "error", error)
 
     def close(self, error: CBatchError | None = None) -> None:

@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -343,6 +344,67 @@ def test_cancel_ends_waiting_texts_and_one_that_is_computed() -> None:
         assert b.error is None
         assert isinstance(c.error, RequestCancelledError)
         assert not engine.cancel("c")
+
+
+@contextmanager
+def held_up(*ids: str, backend: FakeBackend | None = None) -> Iterator[tuple[Engine, Gate, Any]]:
+    """An engine that computes a text "first" until the gate is opened, with the response of others that wait."""
+    backend, gate = backend or FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        first = engine.embed(["first"], ids=["first"])
+        gate.has_come.wait()
+        texts = Queued(*ids)
+        waiting = engine.embed(texts, ids=ids)
+        texts.wait()
+        wait_until(lambda: parts_of(engine).texts.n_waiting == 1 + len(ids))
+        try:
+            yield engine, gate, waiting
+        finally:
+            gate.may_go.set()
+            assert first.ids == ["first"]
+
+
+def test_text_that_ends_as_it_is_taken_back_keeps_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with held_up("b", "c") as (engine, gate, waiting):
+        parts = parts_of(engine)
+        take_out, cancel = parts.texts.take_out, parts.texts.cancel
+
+        def late(text: Any) -> bool:
+            if getattr(text, "id", text) == "b":
+                cancel(text)
+            found: bool = take_out(text)
+            return found
+
+        monkeypatch.setattr(parts.texts, "take_out", late)
+        assert parts.orders.take_back(["c", "b", "first"]) == ["c"]
+        assert engine.stats().n_submitted == 2
+        gate.may_go.set()
+        assert isinstance(next(iter(waiting)).error, RequestCancelledError)
+
+
+def test_id_of_a_text_cancelled_amid_computing_is_free_at_once() -> None:
+    with held_up(backend=only_embeds()) as (engine, gate, _):
+        assert engine.cancel("first")
+        again = engine.embed(["again"], ids=["first"])
+        wait_until(lambda: parts_of(engine).texts.n_waiting == 1)
+        gate.may_go.set()
+        wait_until(lambda: again.n_unread == 1)
+
+
+def test_cancelled_texts_are_forgotten_while_others_wait() -> None:
+    with held_up(*"abcd") as (engine, _, _):
+        texts = parts_of(engine).texts
+        for _ in range(3):
+            more = Queued(*map(str, range(200)))
+            response = engine.embed(more, timeout_s=1000, is_patient=True)
+            more.wait()
+            wait_until(lambda: texts.n_waiting == 205)
+            assert response.cancel() == 200
+        assert len(texts._queue.by_rank) < 205
+        assert len(texts._queue.by_deadline) < 205
 
 
 def test_deadline_ends_a_text_that_waits() -> None:
