@@ -286,19 +286,38 @@ def _listed(tools: Tools, names: tuple[str, ...] | None) -> Tools:
     return Tools(tool for tool in tools if tool["function"]["name"] in listed)
 
 
-def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`."""
-    types = parameters.get("type", "object")
-    if "object" not in ([types] if isinstance(types, str) else types):
-        raise ConfigError(f"a function's parameters must have the type object, not {types!r}")
+def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`.
+
+    Raises:
+        ConfigError: `parameters`, which are those of the function `name`, are not the schema of an object.
+    """
+    _check_parameters(f"tools ({name}): parameters", parameters)
     schema = {**parameters, "type": "object"}
     if parameters.keys() <= {"type"}:
         schema["properties"] = {}
     listed = schema.get("properties")
-    has_all = isinstance(listed, Mapping) and set(schema.get("required", ())) <= set(listed)
+    has_all = listed is not None and set(schema.get("required", ())) <= set(listed)
     if has_all and not set(schema) & _OPENS:
         schema["additionalProperties"] = False
     return schema
+
+
+def _check_parameters(place: str, schema: Mapping[str, Any]) -> None:
+    """Raise the `ConfigError` of a schema in which what calls are written by is no JSON schema."""
+    types, required = schema.get("type", "object"), schema.get("required", [])
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise ConfigError(f"{place} must have the type object, not {shown(types)}")
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise ConfigError(f"{place}.required must be a list of names, not {shown(required)}")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise ConfigError(f"{place}.properties must be an object, not {shown(properties)}")
+    for key, inner in properties.items():
+        values = inner.get("enum", [None]) if isinstance(inner, Mapping) else [None]
+        if not isinstance(values, list) or not values:
+            said = f"must be a list of at least one value, not {shown(values)}"
+            raise ConfigError(f"{place}.properties.{key}.enum {said}")
 
 
 def call_id(owner: str, number: int, i_call: int) -> str:

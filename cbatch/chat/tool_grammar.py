@@ -52,7 +52,7 @@ def call_grammar(
 
     Raises:
         UnsupportedOptionError: answers come in channels, or thinking is to be limited whose marks are no tokens.
-        ConfigError: the arguments of a tool are not an object.
+        ConfigError: the parameters of a tool are not the schema of an object.
     """
     if format.has_channels:
         raise UnsupportedOptionError(
@@ -67,7 +67,7 @@ def call_grammar(
 def call_syntax(format: AnswerFormat, tools: Tools) -> CallSyntax:
     """Return a syntax of the template in which calls of these tools are parsed as what they are."""
     syntax = format.syntax
-    if syntax.argument and not all(_can_be_tagged(tools.parameters(n)) for n in tools.names):
+    if syntax.argument and not all(_can_be_tagged(n, tools.parameters(n)) for n in tools.names):
         call = syntax.call.replace("$arguments", "$arguments\n")
         syntax = replace(syntax, call=call, argument=None)
     return (
@@ -84,9 +84,9 @@ def _is_readable(syntax: CallSyntax, format: AnswerFormat, name: str, tools: Too
     return search.calls == [ParsedCall(name, "{}")] and spans == [(0, len(text))]
 
 
-def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
+def _can_be_tagged(name: str, parameters: Mapping[str, Any]) -> bool:
     """Whether arguments can be written one by one, each with its own schema."""
-    schema, properties = arguments_schema(parameters), parameters.get("properties") or {}
+    schema, properties = arguments_schema(name, parameters), parameters.get("properties", {})
     return (
         schema.get("additionalProperties") is False
         and '"$ref"' not in json.dumps(parameters)
@@ -127,7 +127,7 @@ class _GrammarWriter:
         self._rule("start", _sequence(thought, self._text(first), "call", more, self._text(last)))
         self._rule("call", " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, name in enumerate(tools.names):
-            self._call(i, name, arguments_schema(tools.parameters(name)))
+            self._call(i, name, arguments_schema(name, tools.parameters(name)))
         return "\n".join(self.rules)
 
     def _rule(self, name: str, body: str) -> str:
@@ -153,7 +153,7 @@ class _GrammarWriter:
     def _tagged(self, i: int, schema: Mapping[str, Any]) -> str:
         """Return the arguments one by one, in the schema's order."""
         required, names = schema.get("required", ()), list[str]()
-        for k, (key, inner) in enumerate((schema.get("properties") or {}).items()):
+        for k, (key, inner) in enumerate(schema.get("properties", {}).items()):
             name = self._rule(f"pair_{i}_{k}", self._argument(f"{i}_{k}", key, inner))
             names.append(name if key in required else f"{name}?")
         return " ".join(names)

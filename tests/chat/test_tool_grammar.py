@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -260,6 +261,26 @@ def test_references_hold_within_a_functions_own_parameters() -> None:
     assert not follower.takes('{"name": "stop", "arguments": {"at": "here"}}')
 
 
-def test_parameters_that_are_no_object_are_refused() -> None:
-    with pytest.raises(ConfigError, match="type object"):
-        Follower(HERMES, tools({"name": "go", "parameters": {"type": "array"}}))
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"type": "string"}, " must have the type object, not 'string'"),
+        ({"type": 5}, " must have the type object, not 5"),
+        ({"type": None}, " must have the type object"),
+        ({"type": {}}, " must have the type object"),
+        ({"properties": [1]}, ".properties must be an object"),
+        ({"properties": [], "additionalProperties": False}, ".properties must be an object"),
+        ({"required": None, "properties": {}}, ".required must be a list of names"),
+        ({"required": 5, "properties": {}}, ".required must be a list of names, not 5"),
+        ({"required": [{}], "properties": {}}, ".required must be a list of names"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, ".properties.a.enum must be a list"),
+        ({"properties": {"a": {"enum": None}}}, ".properties.a.enum must be a list"),
+        ({"properties": {"a": {"enum": []}}}, ".properties.a.enum must be a list of at least one"),
+    ],
+)
+@pytest.mark.parametrize("template", [HERMES, PAIRS, GLM])
+def test_wrong_parameters_are_refused_by_tool_and_place(
+    parameters: Any, said: str, template: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"tools (go): parameters{said}")):
+        Follower(template, tools({"name": "go", "parameters": parameters}))

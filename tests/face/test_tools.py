@@ -240,7 +240,7 @@ def test_chat_that_ends_with_a_call_is_refused() -> None:
     "parameters", [{}, {"type": "object"}, {"type": "object", "properties": {}}]
 )
 def test_function_without_parameters_takes_none(parameters: Any) -> None:
-    assert arguments_schema(parameters) == {
+    assert arguments_schema("f", parameters) == {
         "type": "object",
         "properties": {},
         "additionalProperties": False,
@@ -249,8 +249,12 @@ def test_function_without_parameters_takes_none(parameters: Any) -> None:
 
 def test_arguments_are_an_object_of_what_is_listed() -> None:
     listed = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    assert arguments_schema(listed) == {**listed, "type": "object", "additionalProperties": False}
-    assert arguments_schema({**listed, "type": ["object", "null"]})["type"] == "object"
+    assert arguments_schema("f", listed) == {
+        **listed,
+        "type": "object",
+        "additionalProperties": False,
+    }
+    assert arguments_schema("f", {**listed, "type": ["object", "null"]})["type"] == "object"
 
 
 @pytest.mark.parametrize(
@@ -264,9 +268,9 @@ def test_arguments_are_an_object_of_what_is_listed() -> None:
 )
 def test_schema_that_says_more_of_its_properties_stays_as_it_is(more: Any) -> None:
     schema = {"type": "object", "properties": {"a": {}}, **more}
-    assert arguments_schema(schema) == schema
+    assert arguments_schema("f", schema) == schema
 
 
 def test_parameters_that_are_no_object_are_refused() -> None:
     with pytest.raises(ConfigError, match="type object, not 'string'"):
-        arguments_schema({"type": "string"})
+        arguments_schema("f", {"type": "string"})
