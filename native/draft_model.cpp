@@ -38,7 +38,7 @@ int32_t lead_class(float lead) {
 void draft_model::allocate(const cbatch_draft_context & context, int32_t n_slots) {
     n_cells.assign(n_slots, 0);
     missed_ns.assign(n_slots, 0);
-    batch.allocate(std::max(context.n_batch, n_slots * (n_near + 1)));
+    batch.allocate(context.n_batch);
     costs.allocate(n_slots);
     gains.resize(static_cast<size_t>(n_slots) + 1);
     given = context;
@@ -86,17 +86,15 @@ bool draft_model::decode(const cbatch_api & api) noexcept {
     return false;
 }
 
-// Put the tokens of a slot up to `end` that have no cell yet; the last one has an output. Returns whether it could.
-bool draft_model::put(const cbatch_api & api, int32_t slot, const std::vector<int32_t> & text, int32_t end) noexcept {
-    const int32_t start = n_cells[slot];
+// Remove the cells of a slot that are not right, and that of the token before `end`, whose output is wanted. Returns
+// whether the model has all tokens up to `end` that have no cell then.
+bool draft_model::trim(const cbatch_api & api, int32_t slot, const std::vector<int32_t> & text, int32_t end) noexcept {
+    const int32_t start = std::min(n_cells[slot], end - 1);
     if (std::any_of(text.begin() + start, text.begin() + end, [&](int32_t t) { return t >= given.n_vocab; })) {
         return false;
     }
     api.memory_seq_rm(api.get_memory(given.ctx), slot, start, -1);
-    for (int32_t i = start; i < end; i++) {
-        batch.put(text[i], i, slot, i == end - 1);
-    }
-    n_cells[slot] = end;
+    n_cells[slot] = start;
     return true;
 }
 
@@ -119,10 +117,17 @@ bool draft_model::knows(const cbatch_api & api, int32_t slot, const std::vector<
     }
     const int64_t start_ns = api.clock_ns();
     const int32_t n = std::min(n_missing - 1, given.n_batch);
-    batch.n = 0;
-    if (!put(api, slot, text, n_cells[slot] + n)) {
+    const int32_t start = n_cells[slot];
+    if (!trim(api, slot, text, start + n)) {
         missed_ns[slot] = never_ns;
-    } else if (decode(api)) {
+        return false;
+    }
+    batch.n = 0;
+    for (int32_t i = start; i < start + n; i++) {
+        batch.put(text[i], i, slot, i == start + n - 1);
+    }
+    n_cells[slot] = start + n;
+    if (decode(api)) {
         api.get_logits_ith(given.ctx, n - 1);  // waits for a device
         token_ns = static_cast<double>(api.clock_ns() - start_ns) / n;
     }
@@ -159,33 +164,61 @@ void draft_model::read_guess(const cbatch_api & api, guesses * g) noexcept {
     g->is_open = true;
 }
 
+// Compute the tokens that were put, and take the next guess of each whose row is among them.
+bool draft_model::compute(const cbatch_api & api, std::vector<guesses> * all) noexcept {
+    const bool is_done = decode(api);
+    for (guesses & g : *all) {
+        if (g.i_token >= 0) {
+            if (is_done) {
+                read_guess(api, &g);
+            }
+            g.i_token = -1;
+        }
+    }
+    batch.n = 0;
+    return is_done;
+}
+
+// Put the tokens of `g` from `start` to `end`, behind which it guesses; computes full batches. Returns whether it could.
+bool draft_model::feed(const cbatch_api & api, std::vector<guesses> * all, guesses * g, int32_t start,
+                       int32_t end) noexcept {
+    for (int32_t i = start; i < end; i++) {
+        batch.put(i < g->n_text ? (*g->text)[i] : g->tokens[i - g->n_text], i, g->slot, i == end - 1);
+        g->i_token = i == end - 1 ? batch.n - 1 : -1;
+        if (batch.n == given.n_batch && !compute(api, all)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 void draft_model::guess(const cbatch_api & api, std::vector<guesses> * all, int32_t k) noexcept {
+    for (guesses & g : *all) {
+        g.is_open = trim(api, g.slot, *g.text, g.n_text);
+    }
+    batch.n = 0;
     for (int32_t j = 0; j < k; j++) {
         const int64_t start_ns = api.clock_ns();
-        batch.n = 0;
         int32_t n_rows = 0;
+        int32_t n_tokens = 0;
         for (guesses & g : *all) {
             if (!g.is_open) {
                 continue;
             }
-            if (j == 0) {
-                g.is_open = put(api, g.slot, *g.text, g.n_text);
-            } else {
-                batch.put(g.tokens[j - 1], g.n_text + j - 1, g.slot, true);
-                g.n_fed = j;
+            const int32_t end = g.n_text + j;
+            const int32_t start = j == 0 ? n_cells[g.slot] : end - 1;
+            if (!feed(api, all, &g, start, end)) {
+                return;
             }
-            g.i_token = batch.n - 1;
-            n_rows += g.is_open;
+            n_rows++;
+            n_tokens += end - start;
+            n_cells[g.slot] = g.n_text;
+            g.n_fed = j;
         }
-        if (n_rows == 0 || !decode(api)) {
+        if (n_rows == 0 || (batch.n > 0 && !compute(api, all))) {
             return;
         }
-        for (guesses & g : *all) {
-            if (g.is_open) {
-                read_guess(api, &g);
-            }
-        }
-        if (batch.n == n_rows) {
+        if (n_tokens == n_rows) {
             costs.learn(n_rows, api.clock_ns() - start_ns);
         }
     }

@@ -19,7 +19,7 @@ struct guesses {
     int32_t n_text = 0;       // tokens before the first guess
     int32_t n = 0;            // guesses
     int32_t n_fed = 0;        // those that have a cell
-    int32_t i_token = 0;      // in the batch, whose logits give the next guess
+    int32_t i_token = -1;     // in the batch, whose logits give the next guess; −1 where it has none
     bool is_open = false;     // whether more are worth making
     int32_t tokens[n_drafts_each];
     int32_t classes[n_drafts_each];
@@ -66,6 +66,8 @@ struct draft_model {
 
 private:
     bool decode(const cbatch_api & api) noexcept;
-    bool put(const cbatch_api & api, int32_t slot, const std::vector<int32_t> & text, int32_t end) noexcept;
+    bool trim(const cbatch_api & api, int32_t slot, const std::vector<int32_t> & text, int32_t end) noexcept;
+    bool compute(const cbatch_api & api, std::vector<guesses> * all) noexcept;
+    bool feed(const cbatch_api & api, std::vector<guesses> * all, guesses * g, int32_t start, int32_t end) noexcept;
     void read_guess(const cbatch_api & api, guesses * g) noexcept;
 };

@@ -859,8 +859,10 @@ int32_t cbatch_stepper_draft_with(cbatch_stepper * s, const cbatch_draft_context
     if (given->ctx == nullptr || given->n_batch < 1 || given->n_window < 1 || given->n_vocab < 1) {
         return CBATCH_BAD_SIZES;
     }
+    cbatch_draft_context common = *given;
+    common.n_vocab = std::min(given->n_vocab, s->sizes.n_vocab);
     try {
-        s->model.allocate(*given, s->sizes.n_slots);
+        s->model.allocate(common, s->sizes.n_slots);
     } catch (const std::exception &) {
         return CBATCH_NO_MEMORY;
     }

@@ -217,7 +217,7 @@ typedef struct cbatch_draft_context {
     void * ctx;         // the stepper's alone, and outlives it
     int32_t n_batch;    // ≥ 1; most tokens of one call
     int32_t n_window;   // ≥ 1; cells of each slot
-    int32_t n_vocab;    // ≥ 1; floats in one row of its logits
+    int32_t n_vocab;    // ≥ 1; floats in one row of its logits: what the stepper has no tokens for is not drafted
 } cbatch_draft_context;
 
 // Draft with a smaller model too, from now on. Its cells are emptied.

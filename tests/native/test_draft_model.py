@@ -16,6 +16,7 @@ from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_drafts import (
     DRAFT,
+    N_DRAFT_BATCH,
     N_VOCAB,
     SAMPLINGS,
     Pair,
@@ -91,6 +92,7 @@ def test_answers_are_those_without_drafts(
     assert all(counts_of(r.drafted) == (*r.n_drafts, *r.n_accepted) for r in drafted)
     assert all(not are_apart or len(set(c)) == 1 for c in llama.counts if sum(c) > len(c) > 1)
     assert all(sum(c) - len(c) <= N_TARGETS_MAX for c in llama.counts)
+    assert draft_sizes is None or all(sum(c) <= N_DRAFT_BATCH for c in given["draft"].counts)
     assert not sources or not any(r.n_drafts[0] for r in drafted if not are_apart)
 
 
@@ -175,6 +177,70 @@ def test_slot_that_goes_to_another_request_keeps_the_beginning() -> None:
             tokens += stepper.run([chunk], 8, n_drafts=7).tokens[0]
         assert draft.cells[0][:31] == prompt
     stepper.close()
+
+
+@pytest.mark.parametrize("n_batch", [1, 3, 5, 16])
+def test_guesses_are_computed_in_batches_that_the_context_takes(n_batch: int) -> None:
+    """More rows than a batch has, and each is some tokens behind at first."""
+    prompts = [[i, *range(6)] for i in range(12)]
+    bindings, draft = bindings_of(prompts, GREEDY), TextLlama(unlike, cheap)
+    alone, _ = generate(TextLlama(unlike), prompts, bindings, 40, 0)
+    found, results = generate(
+        TextLlama(unlike),
+        prompts,
+        bindings,
+        40,
+        3,
+        draft=draft,
+        has_all=True,
+        n_draft_batch=n_batch,
+    )
+    assert found == alone
+    assert max(sum(c) for c in draft.counts) == n_batch
+    assert sum(r.n_accepted[2] for r in results) > 25 * len(prompts)
+
+
+def test_model_drafts_again_for_a_slot_that_gets_the_same_prompt() -> None:
+    draft = TextLlama(unlike, cheap)
+    pair = Pair(TextLlama(unlike), draft)
+    stepper = NativeStepper(
+        None, n_slots=1, n_batch=64, n_vocab=N_VOCAB, n_threads=1, api=pair.api()
+    )
+    stepper.draft_with(DRAFT, n_batch=64, n_window=1000, n_vocab=N_VOCAB)
+    stepper.has_all_drafts = True
+    accepted = []
+    prompt = [*range(30)]
+    for history in (prompt, prompt[:20], prompt[:20], prompt):
+        pair.model.cells.clear()
+        stepper.bind(bindings_of([history], GREEDY)[0])
+        chunk, n_right = Span(Slot(0), 0, history[:-1], has_output=False), 0
+        stepper.run([chunk])
+        tokens = [history[-1]]
+        while len(tokens) < 40:
+            chunk = Span(Slot(0), len(history) + len(tokens) - 2, tokens[-1:], has_output=True)
+            result = stepper.run([chunk], 8, n_drafts=7)
+            assert result.n_drafts == result.n_accepted
+            tokens, n_right = [*tokens, *result.tokens[0]], n_right + result.n_accepted[2]
+        accepted.append(n_right)
+    stepper.close()
+    assert min(accepted) > 20
+
+
+def test_tokens_that_the_target_lacks_are_not_drafted() -> None:
+    fed: set[int] = set()
+
+    def see(tokens: list[int]) -> Any:
+        fed.update(tokens)
+        return unlike(tokens)
+
+    def row(tokens: list[int]) -> Any:
+        return np.append(unlike(tokens), np.full(8, 20, np.float32))
+
+    draft = TextLlama(row, cheap, n_vocab=N_VOCAB + 8)
+    generate(
+        TextLlama(see), PROMPTS, bindings_of(PROMPTS, GREEDY), 40, 7, draft=draft, has_all=True
+    )
+    assert max(fed) < N_VOCAB
 
 
 def test_draft_model_is_refused_where_memory_cannot_be_cut() -> None:

@@ -88,6 +88,9 @@ class TextLlama:
 DRAFT = 7
 """The context of a draft model."""
 
+N_DRAFT_BATCH = 16
+"""Most tokens of one of its calls."""
+
 
 @dataclass(eq=False, slots=True)
 class Pair:
@@ -146,6 +149,7 @@ def generate(
     are_apart: bool = True,
     has_all: bool = False,
     draft: TextLlama | None = None,
+    n_draft_batch: int = N_DRAFT_BATCH,
 ) -> tuple[list[list[int]], list[StepResult]]:
     """Return the answers to prompts, each to `n_tokens` or to its stop token, and the results of all runs."""
     n_batch = max(64, *map(len, prompts))
@@ -154,7 +158,9 @@ def generate(
     stepper = NativeStepper(None, n_threads=1, api=both.api(), **sizes)
     stepper.are_apart, stepper.has_all_drafts = are_apart, has_all
     if draft is not None:
-        stepper.draft_with(DRAFT, n_batch=16, n_window=draft.n_window, n_vocab=draft.n_vocab)
+        stepper.draft_with(
+            DRAFT, n_batch=n_draft_batch, n_window=draft.n_window, n_vocab=draft.n_vocab
+        )
     answers: list[list[int]] = [[] for _ in prompts]
     results: list[StepResult] = []
     try:

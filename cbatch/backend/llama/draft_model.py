@@ -91,7 +91,7 @@ def context_options(model: LlamaModel, options: EngineOptions) -> EngineOptions:
         ctx_per_seq=max(1, min(n_window, model.n_ctx_train or n_window)),
         kv="partitioned",
         admission=None,
-        n_batch=min(options.n_batch, options.n_ubatch),
+        n_batch=max(min(options.n_batch, options.n_ubatch), options.n_slots),
         prefill_chunk=None,
         prefill_budget=None,
         cache_type_k="f16",

@@ -93,6 +93,17 @@ def test_draft_model_guesses_what_the_model_says(test_model: Path, kv: Literal["
     assert 0 <= stats.n_model_accepted_tokens <= stats.n_model_draft_tokens <= stats.n_draft_tokens
 
 
+def test_slots_may_be_more_than_the_ubatch_of_the_draft_model(test_model: Path) -> None:
+    chats = [[{"role": "user", "content": f"Tell me a story about {n} owls."}] for n in range(12)]
+    with cbatch.load(
+        test_model, parallel=12, ctx_per_seq=256, n_ubatch=8, speculate=4, draft=DRAFT
+    ) as engine:
+        results = engine.run(chats, options={"temperature": 0, "max_tokens": 40}).results()
+        stats = engine.stats()
+    assert all(r.finish_reason in ("stop", "length") for r in results)
+    assert stats.n_model_draft_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
