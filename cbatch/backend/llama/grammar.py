@@ -106,8 +106,9 @@ class LlamaGrammars:
 
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        n_words = (self._tokenizer.vocab_size + 31) // 32
-        return Constraint(matcher, n_words, self._model.vocab.end_tokens)
+        vocab = self._model.vocab
+        n_words, n_row_words = ((n + 31) // 32 for n in (self._tokenizer.vocab_size, vocab.n_vocab))
+        return Constraint(matcher, n_words, n_row_words, vocab.end_tokens)
 
     def close(self) -> None:
         """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""

@@ -39,6 +39,8 @@ class Constraint:
     """At the grammar's beginning; never advanced, only copied."""
     n_words: int
     """Words of a mask, of 32 tokens each."""
+    n_row_words: int
+    """Those for a row of logits: one less where the last word is for an end token alone that no row has."""
     end_tokens: tuple[int, ...]
 
 
@@ -75,6 +77,7 @@ class GrammarMatchers:
         self._n_slots, self._n_threads = n_slots, n_threads
         self._rows: dict[Slot, _SlotMatcher] = {}
         self._masks = np.zeros((n_slots, 0), np.uint32)
+        self._n_row_words = 0
         self._executor: Any = None
         self._filler = ThreadPoolExecutor(1, "cbatch-masks")
 
@@ -86,6 +89,7 @@ class GrammarMatchers:
             return
         if self._masks.shape[1] != constraint.n_words:
             self._masks = np.zeros((self._n_slots, constraint.n_words), np.uint32)
+            self._n_row_words = constraint.n_row_words
         forces = binding.n_logprobs is None
         row = _SlotMatcher(
             constraint.matcher.deep_copy(), _banned(constraint, binding), forces=forces
@@ -99,7 +103,8 @@ class GrammarMatchers:
         if not self._constrained(chunks):
             return None
         slots = [c.slot for c in chunks if c.has_output]
-        return [self._masks[slot] if slot in self._rows else None for slot in slots]
+        n = self._n_row_words
+        return [self._masks[slot, :n] if slot in self._rows else None for slot in slots]
 
     def fill(self, chunks: Sequence[Span]) -> None:
         """Write the masks of chunks. Raises nothing: a matcher's error is kept for `follow`."""

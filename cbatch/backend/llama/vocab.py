@@ -149,7 +149,10 @@ class LlamaVocab:
         """Return the token that is this mark and nothing else, and that grammars name by its id; None without one."""
         if not self.has_pieces:
             return None
-        tokens = self._tokenize(_encode(mark), add_special=False, parse_special=True)
+        try:
+            tokens = self._tokenize(_encode(mark), add_special=False, parse_special=True)
+        except PromptError:  # it has characters without a token
+            return None
         return tokens[0] if len(tokens) == 1 and self.is_named(tokens[0]) else None
 
     def is_named(self, token: int) -> bool:
@@ -397,10 +400,16 @@ class LlamaVocab:
                     else _with_stack(len(data), tokenize, *given)
                 )
             if n >= 0:
-                return tokens[:n]
+                return self._checked(tokens[:n])
             if -n <= n_room:
                 raise PromptError("the prompt has more tokens than llama.cpp can count")
             n_room = -n
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        """Refuse what is no token. Source: llama-vocab.cpp, which gives −1 where the vocabulary lacks `<unk>`, too."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
+            raise PromptError("the model's vocabulary has no token for a part of the text")
+        return tokens
 
     def _read_piece(self, token: int, *, is_shown: bool = False) -> bytes:
         if not self.has_pieces:

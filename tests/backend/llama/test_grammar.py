@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import cbatch
 from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sandbox
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
 from cbatch.chat.tool_grammar import budget_grammar
@@ -19,9 +20,11 @@ from cbatch.errors import GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
 from cbatch.support.checks import MAX_INT
 from tests import schema_fuzz
+from tests.backend.llama.vocabularies import RWKV, write_plain_model_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -121,6 +124,21 @@ def test_rows_of_other_slots_have_no_mask(grammars: LlamaGrammars) -> None:
     assert [m is None for m in masks] == [True, False]
     made.bind(Binding(SLOT, 3, GREEDY, ()))  # without a constraint
     assert made.masks([row()]) is None
+
+
+@pytest.mark.real
+def test_grammar_is_followed_where_no_token_ends_answers(tmp_path: Path) -> None:
+    path = write_plain_model_of(tmp_path / "model.gguf", RWKV)
+    with cbatch.load(path, parallel=2, ctx_per_seq=64, n_threads=1) as engine:
+        response = engine.run(["say", "é", "do"], options={"regex": "[a-z]{3}", "max_tokens": 8})
+        said, failed, did = response.results(return_errors=True)
+        forced = engine.run(["say"], options={"regex": "é", "max_tokens": 8})
+        with pytest.raises(cbatch.BatchError, match="regex"):
+            forced.results()
+        assert engine.run(["abc"], options={"max_tokens": 3}).results()[0].finish_reason == "length"
+    assert [r.finish_reason for r in (said, did)] == ["stop", "stop"]
+    assert all(len(r.text) == 3 and r.text.islower() for r in (said, did))
+    assert failed.finish_reason == "error"
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

@@ -27,7 +27,13 @@ from cbatch.bench.synthetic_vocabulary import (
     vocabulary,
 )
 from cbatch.errors import EngineClosedError, RequestFailedError
-from tests.backend.llama.vocabularies import KINDS, MARKS, write_model_of
+from tests.backend.llama.vocabularies import (
+    KINDS,
+    MARKS,
+    RWKV,
+    write_model_of,
+    write_plain_model_of,
+)
 from tests.bench.test_synthetic_tokenizer import BPE, WPM
 
 if TYPE_CHECKING:
@@ -74,6 +80,17 @@ def test_any_text_comes_back(vocab: LlamaVocab, text: str) -> None:
 def test_lone_surrogate_fails_the_request(vocab: LlamaVocab) -> None:
     with pytest.raises(RequestFailedError, match="Unicode"):
         vocab.tokenize("a\ud800b")
+
+
+@pytest.mark.real
+def test_text_without_a_token_fails_the_request(tmp_path: Path) -> None:
+    model = open_model(write_plain_model_of(tmp_path / "model.gguf", RWKV))
+    assert model.vocab.tokenize("abc")
+    for text in ("é", "abc é", "é" * 10_000):
+        with pytest.raises(RequestFailedError, match="no token for"):
+            model.vocab.tokenize(text)
+    assert model.vocab.named_token("<é>") is None
+    model.close()
 
 
 def test_bos_is_once_where_the_model_wants_one(vocab: LlamaVocab, synth: SynthFactory) -> None:

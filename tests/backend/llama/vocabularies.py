@@ -27,6 +27,12 @@ SPM = kind(
     scores=([0.0] * 256 + [-float(i) for i in range(6)], "ARRAY", "FLOAT32"),
     token_type=types(*[6] * 256, *[1] * 6),
 )
+RWKV = kind(
+    "rwkv",
+    ["<pad>", *(f"\\x{byte:02x}" for byte in range(256) if byte != 0xC3), *map(str, range(32))],
+    token_type=types(*[1] * 288),
+)
+"""Without end tokens, as many as fill words of 32, and none for a byte: its letters have no token, not even `<unk>`."""
 # Source: llama-vocab.cpp, which gives marks their attributes by the names of models and pre-tokenizers
 _TO_THE_LEFT: dict[str, object] = {"general.name": "modern-bert"}
 _TO_THE_RIGHT: dict[str, object] = {"general.name": "Phi-3"}
@@ -41,6 +47,14 @@ KINDS: Mapping[str, tuple[Pairs, dict[str, object]]] = {
     "wpm, left of [MASK]": (WPM, {**_TO_THE_LEFT, "tokenizer.ggml.bos_token_id": 2}),
 }
 """Vocabularies and further metadata; the names tell where white space is removed."""
+
+
+def write_plain_model_of(path: Path, vocabulary: Pairs) -> Path:
+    """Write a model with a vocabulary as it is."""
+    values = {key: Value(*pair) for key, pair in vocabulary.items()}
+    n = len(vocabulary["tokenizer.ggml.tokens"][0])
+    tokenizer = TokenizerData(n, values, np.ones(n, np.float32))
+    return write_model(path, Shape(1, 32, 1, 1, 32, n, "f32"), tokenizer=tokenizer)
 
 
 def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]) -> Path:
