@@ -140,8 +140,8 @@ class Sampling:
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
-    dry_breakers: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    """Token sequences that end a repetition: `Vocab.dry_breakers` of `dry_sequence_breakers`."""
+    dry_breakers: bytes = field(default=b"", repr=False)
+    """Token sequences that end a repetition: `Vocab.dry_breakers` of `dry_sequence_breakers`; opaque."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, bias), ascending tokens."""
 

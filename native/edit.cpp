@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <utility>
 
 namespace {
 
@@ -57,20 +56,42 @@ void copy_penalties(const cbatch_sampling & s, edits * e) {
     e->repeat_last_n = is_on ? s.repeat_last_n : 0;
 }
 
+// Find where the groups begin, of which `tails` has the numbers.
+bool find_groups(edits * e) {
+    const int64_t n = static_cast<int64_t>(e->tails.size());
+    for (int64_t i = 0; i < n;) {
+        e->groups.push_back(static_cast<int32_t>(i));
+        const int32_t n_tails = e->tails[i++];
+        for (int32_t j = 0; j < n_tails; j++) {
+            if (i >= n || e->tails[i] < 0 || e->tails[i] >= n - i) {
+                return false;
+            }
+            i += e->tails[i] + 1;
+        }
+    }
+    return true;
+}
+
 bool copy_breakers(const cbatch_sampling & s, edits * e) {
-    for (int32_t i = 0; i < s.n_breakers;) {
-        const int32_t n = s.breakers[i];
-        if (n < 1 || n > s.n_breakers - i - 1) {
+    const int32_t n_heads = s.n_breakers > 0 ? s.breakers[0] : 0;
+    if (n_heads < 0 || n_heads > (s.n_breakers - 1) / 2) {
+        return false;
+    }
+    const int32_t * pairs = s.breakers + 1;
+    if (s.n_breakers > 0) {
+        e->tails.assign(pairs + 2 * static_cast<int64_t>(n_heads), s.breakers + s.n_breakers);
+    }
+    if (!find_groups(e)) {
+        return false;
+    }
+    e->heads.reserve(n_heads);
+    for (int32_t i = 0; i < n_heads; i++) {
+        const dry_head head = {pairs[2 * i], pairs[2 * i + 1]};
+        const bool is_next = i == 0 || head.token > e->heads.back().token;
+        if (!is_next || head.i_group < 0 || head.i_group >= static_cast<int32_t>(e->groups.size())) {
             return false;
         }
-        const int32_t * tokens = s.breakers + i + 1;
-        e->breakers.push_back({tokens[0], static_cast<int32_t>(e->tails.size()), n - 1});
-        e->tails.insert(e->tails.end(), tokens + 1, tokens + n);
-        i += n + 1;
-    }
-    const auto is_before = [](const dry_breaker & a, const dry_breaker & b) { return a.head < b.head; };
-    if (!std::is_sorted(e->breakers.begin(), e->breakers.end(), is_before)) {
-        std::sort(e->breakers.begin(), e->breakers.end(), is_before);
+        e->heads.push_back(head);
     }
     return true;
 }
@@ -147,22 +168,17 @@ struct backwards {
     int32_t operator[](int32_t i) const { return *(end - 1 - i); }
 };
 
-// Return the breakers that begin with a token.
-std::pair<const dry_breaker *, const dry_breaker *> breakers_of(const edits & e, int32_t head) {
-    const dry_breaker * begin = e.breakers.data();
-    const dry_breaker * end = begin + e.breakers.size();
-    const dry_breaker * first =
-        std::lower_bound(begin, end, head, [](const dry_breaker & b, int32_t token) { return b.head < token; });
-    const dry_breaker * last = first;
-    while (last != end && last->head == head) {
-        last++;
-    }
-    return {first, last};
+// Return the tails of the breakers that begin with a token, their number first; NULL where there are none.
+const int32_t * tails_of(const edits & e, int32_t token) {
+    const auto is_below = [](const dry_head & h, int32_t other) { return h.token < other; };
+    const auto found = std::lower_bound(e.heads.begin(), e.heads.end(), token, is_below);
+    const bool is_there = found != e.heads.end() && found->token == token;
+    return is_there ? e.tails.data() + e.groups[found->i_group] : nullptr;
 }
 
-bool has_tail(const edits & e, const dry_breaker & b, const backwards & newest, int32_t i_head) {
-    for (int32_t i = 0; i < b.n_tail; i++) {
-        if (e.tails[b.i_tail + i] != newest[i_head - 1 - i]) {
+bool has_tail(const int32_t * tail, int32_t n_tail, const backwards & newest, int32_t i_head) {
+    for (int32_t i = 0; i < n_tail; i++) {
+        if (tail[i] != newest[i_head - 1 - i]) {
             return false;
         }
     }
@@ -172,12 +188,15 @@ bool has_tail(const edits & e, const dry_breaker & b, const backwards & newest, 
 // Return the longest repetition that no breaker interrupts.
 int32_t repeat_limit(const edits & e, const backwards & newest, int32_t n) {
     for (int32_t i = 0; i < n; i++) {
-        const auto found = breakers_of(e, newest[i]);
+        const int32_t * tail = tails_of(e, newest[i]);
+        const int32_t n_tails = tail != nullptr ? *tail++ : 0;
         int32_t longest = -1;
-        for (const dry_breaker * b = found.first; b != found.second; b++) {
-            if (b->n_tail > longest && b->n_tail <= i && has_tail(e, *b, newest, i)) {
-                longest = b->n_tail;
+        for (int32_t j = 0; j < n_tails; j++) {
+            const int32_t n_tail = *tail++;
+            if (n_tail > longest && n_tail <= i && has_tail(tail, n_tail, newest, i)) {
+                longest = n_tail;
             }
+            tail += n_tail;
         }
         if (longest >= 0) {
             return i - longest;
@@ -211,11 +230,14 @@ void find_repeats(edits * e, const backwards & newest, int32_t n, int32_t limit)
 }
 
 bool is_breaker(const edits & e, int32_t token) {
-    const auto found = breakers_of(e, token);
-    for (const dry_breaker * b = found.first; b != found.second; b++) {
-        if (b->n_tail == 0) {
+    const int32_t * tail = tails_of(e, token);
+    const int32_t n_tails = tail != nullptr ? *tail++ : 0;
+    for (int32_t j = 0; j < n_tails; j++) {
+        const int32_t n_tail = *tail++;
+        if (n_tail == 0) {
             return true;
         }
+        tail += n_tail;
     }
     return false;
 }

@@ -8,11 +8,10 @@
 #include <memory>
 #include <vector>
 
-// A sequence of tokens past which DRY does not look for repetitions.
-struct dry_breaker {
-    int32_t head;    // its first token
-    int32_t i_tail;  // where the others begin in edits.tails
-    int32_t n_tail;
+// The first token of sequences past which DRY does not look for repetitions.
+struct dry_head {
+    int32_t token;
+    int32_t i_group;  // in edits.groups
 };
 
 // A logit before it was changed.
@@ -32,7 +31,8 @@ struct edits {
     float dry_base = 0.0f;
     int32_t dry_allowed_length = 0;
     int32_t dry_last_n = 0;             // 0 also where DRY is off
-    std::vector<dry_breaker> breakers;  // ascending heads
+    std::vector<dry_head> heads;  // ascending tokens
+    std::vector<int32_t> groups;  // where the tails of each begin in `tails`: their number, then each after its length
     std::vector<int32_t> tails;
 
     int32_t n_window = 0;                // the larger of the two last_n

@@ -133,8 +133,8 @@ class Vocab(Protocol):
             RequestFailedError: there is no template, or it refuses these messages.
         """
 
-    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of tokens that DRY takes for these strings: `Sampling.dry_breakers`.
+    def dry_breakers(self, strings: Sequence[str]) -> bytes:
+        """Return the sequences of tokens that DRY takes for these strings, in a form of the backend's own.
 
         The first call may take a second or so; results are kept.
         """

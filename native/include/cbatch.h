@@ -113,9 +113,12 @@ typedef struct cbatch_sampling {
     int32_t dry_allowed_length;  // ≥ 0
     int32_t dry_last_n;        // 0 … CBATCH_LAST_N_MAX newest tokens that DRY sees; 0 = off
     const cbatch_bias * bias;  // (n_bias) or NULL
-    const int32_t * breakers;  // (n_breakers) or NULL: DRY's, each a length ≥ 1 and then so many token ids
+    // (n_breakers) or NULL: of DRY's sequences. The number of heads; for each head, ascending, its token id and the index
+    // of its group; then the groups, each the number of its tails, each of these its length and so many token ids. A head
+    // and a tail of its group are a sequence.
+    const int32_t * breakers;
     int32_t n_bias;
-    int32_t n_breakers;        // numbers in `breakers`, lengths included
+    int32_t n_breakers;        // numbers in `breakers`
 } cbatch_sampling;
 
 // Most newest tokens that penalties and DRY can see, and most alternatives that are reported of a token.

@@ -25,6 +25,7 @@ from cbatch.core.plan import BROKEN_ROW, Binding, OwnProcessor, Slot, StepResult
 from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
+from tests.breakers import pack
 from tests.oracle import native_row
 from tests.oracle.python_stepper import PythonStepper
 from tests.profiles import examples
@@ -467,7 +468,7 @@ HOW = [
     Sampling(temperature=5.0, top_k=20, seed=4),
     Sampling(temperature=5.0, repeat_penalty=1.5, frequency_penalty=2.0, repeat_last_n=7, seed=5),
     Sampling(
-        temperature=5.0, dry_multiplier=3.0, dry_allowed_length=0, dry_breakers=((1,), (2, 3))
+        temperature=5.0, dry_multiplier=3.0, dry_allowed_length=0, dry_breakers=pack([(1,), (2, 3)])
     ),
     Sampling(temperature=9.0, typical_p=0.9, xtc_probability=0.5, top_n_sigma=4.0, min_p=0.0),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from cbatch.backend.llama import native
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
+from tests.breakers import pack
 from tests.oracle import native_row, sampling
 from tests.profiles import examples
 
@@ -163,7 +165,7 @@ def everything(n_vocab: int) -> st.SearchStrategy[Sampling]:
         dry_base=st.sampled_from([1.75, 1.0, 0.5, 4.0]),
         dry_allowed_length=st.sampled_from([0, 1, 2, 5]),
         dry_penalty_last_n=st.sampled_from([0, 10, 64, 1000]),
-        dry_breakers=breakers.map(tuple),
+        dry_breakers=breakers.map(pack),
         logit_bias=biases.map(lambda found: tuple(sorted(found.items()))),
     )
 
@@ -279,7 +281,10 @@ def test_row_of_minus_infinities_is_empty(n_vocab: int) -> None:
         Sampling(dry_base=math.nan),
         Sampling(dry_allowed_length=-1),
         Sampling(dry_penalty_last_n=-1),
-        Sampling(dry_multiplier=1.0, dry_breakers=((),)),
+        *(
+            Sampling(dry_multiplier=1.0, dry_breakers=array("i", numbers).tobytes())
+            for numbers in ([-1], [1], [1, 0], [1, 0, 0], [2, 1, 0, 0, 0, 1, 0], [0, 1], [0, 1, 1])
+        ),
         Sampling(logit_bias=((2, 1.0),)),
         Sampling(logit_bias=((-1, 1.0),)),
         Sampling(logit_bias=((0, math.nan),)),
@@ -366,7 +371,7 @@ def test_dry_lowers_what_goes_on_with_a_repetition() -> None:
     history = [1, 2, 3, 4, 9, 1, 2, 3]
     found = edited_logits(history, dry_multiplier=1.0, dry_base=2.0)
     assert found == [0, 0, 0, 0, -2, 0, 0, 0, 0, 0]  # three tokens repeated, two are free: 2 ** 1
-    broken = edited_logits(history, dry_multiplier=1.0, dry_base=2.0, dry_breakers=((2,),))
+    broken = edited_logits(history, dry_multiplier=1.0, dry_base=2.0, dry_breakers=pack([(2,)]))
     assert broken == [0] * 10
 
 

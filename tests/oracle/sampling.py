@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, TokenLogprobs
+from tests.breakers import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -113,10 +114,11 @@ def _newest(history: Sequence[int], n: int) -> Sequence[int]:
 def _repeats(s: Sampling, history: Sequence[int]) -> dict[int, int]:
     """Return each token that would go on with a repetition, and the longest one: by the definition, in O(n²)."""
     tokens = _newest(history, s.dry_penalty_last_n)[::-1] if s.has_dry else ()  # the newest first
-    limit = _repeat_limit(tokens, s.dry_breakers)
+    breakers = unpack(s.dry_breakers)
+    limit = _repeat_limit(tokens, breakers)
     if len(tokens) <= s.dry_allowed_length or limit < s.dry_allowed_length:
         return {}
-    singles = {breaker[0] for breaker in s.dry_breakers if len(breaker) == 1}
+    singles = {breaker[0] for breaker in breakers if len(breaker) == 1}
     found: dict[int, int] = {}
     for k in range(1, len(tokens)):
         pairs = zip(tokens, tokens[k:], strict=False)
@@ -127,7 +129,7 @@ def _repeats(s: Sampling, history: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def _repeat_limit(tokens: Sequence[int], breakers: Sequence[Sequence[int]]) -> int:
+def _repeat_limit(tokens: Sequence[int], breakers: Collection[Sequence[int]]) -> int:
     """Return how many of the newest tokens no breaker reaches into."""
     for i in range(len(tokens)):
         lengths = [

@@ -324,7 +324,7 @@ class GatedVocab(FakeVocab):
         self.entered, self.go = threading.Event(), threading.Event()
         self.asked: list[tuple[str, ...]] = []
 
-    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def dry_breakers(self, strings: Sequence[str]) -> bytes:
         self.entered.set()
         assert self.go.wait(PATIENCE_S)
         self.asked.append(tuple(strings))
@@ -337,7 +337,7 @@ class Recorder(FakeBackend):
     def __init__(self, vocab: GatedVocab) -> None:
         super().__init__(2, 64, 32, n_vocab=300)
         self.vocab = vocab
-        self.bound: list[tuple[tuple[int, ...], ...]] = []
+        self.bound: list[bytes] = []
 
     def run(self, plan: StepPlan) -> StepResult:
         self.bound += [b.sampling.dry_breakers for b in plan.binds]
@@ -357,7 +357,7 @@ def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None
         assert [r.error for r in dry.results()] == [None, None]
         engine.submit("d", options=DRY).result()
     assert vocab.asked == [("\n", ":", '"', "*")]
-    assert backend.bound == [(), *[((10,), (58,), (34,), (42,))] * 3]
+    assert backend.bound == [b"", *[b'\n:"*'] * 3]
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -377,7 +377,7 @@ def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
 @no_pool(Reason.ONE_BACKEND)
 def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
     class Panicking(GatedVocab):
-        def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        def dry_breakers(self, strings: Sequence[str]) -> bytes:
             raise MemoryError("no room")
 
     vocab = Panicking()

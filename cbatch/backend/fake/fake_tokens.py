@@ -132,9 +132,9 @@ class FakeVocab:
         """Return 0: the text must be tokenized."""
         return 0
 
-    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes of each string."""
-        return tuple(tuple(self.tokenize(text)) for text in strings)
+    def dry_breakers(self, strings: Sequence[str]) -> bytes:
+        """Return the strings."""
+        return "".join(strings).encode()
 
     def render_text(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import lru_cache
 from typing import Any
 
 from cbatch.core.plan import Binding, TokenLogprobs
@@ -151,16 +150,10 @@ class NativeReport(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=16)
-def _flat(breakers: tuple[tuple[int, ...], ...]) -> array[int]:
-    """Return DRY's breakers one after another, each after its length; some sets are large."""
-    return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
-
-
 def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
-    breakers = _flat(s.dry_breakers)
+    breakers = ctypes.c_char_p(s.dry_breakers)
     seen = without_pictures(b.history)
     # what is behind a picture has other places than in the history
     sources = _DRAFTS_AGAIN * b.has_drafts + _DRAFTS_MODEL * b.has_model_drafts
@@ -173,9 +166,9 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         **{name: getattr(s, name) for name in _SAME_NAMES},
         dry_last_n=s.dry_penalty_last_n,
         bias=ctypes.addressof(biases),
-        breakers=breakers.buffer_info()[0],
+        breakers=ctypes.cast(breakers, ctypes.c_void_p),
         n_bias=len(biases),
-        n_breakers=len(breakers),
+        n_breakers=len(s.dry_breakers) // 4,
     )
     native = NativeBinding(
         sampling=sampling,

@@ -7,11 +7,12 @@ import os
 import re
 import secrets
 import threading
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.breakers import find_breakers
 from cbatch.backend.llama.chat_template import ChatTemplate
 from cbatch.errors import NoThreadError, PromptError
 from cbatch.media import marked_messages, medium_of
@@ -21,7 +22,7 @@ from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
 from cbatch.support.thread_start import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.backend import Message
     from cbatch.backend.llama.model import LlamaModel
@@ -31,9 +32,6 @@ _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 # Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
 _HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
-_N_TAIL_MAX = 20
-"""Most tokens of a sequence after its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
-
 _N_PART = 2**14
 """Largest text, in bytes, that is not divided: the time for special tokens grows with the square of the length."""
 
@@ -48,8 +46,8 @@ os.register_at_fork(
     before=_stacks.acquire, after_in_parent=_stacks.release, after_in_child=_stacks.release
 )
 
-_N_BREAKERS_KEPT = 64
-"""Most sets of strings whose sequences are kept."""
+_BREAKER_BYTES_KEPT = 2**24
+"""Most bytes of DRY's breakers that are kept, by their strings. Our choice: ordinary ones take some 100 KiB."""
 
 
 class LlamaVocab:
@@ -74,7 +72,8 @@ class LlamaVocab:
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._shown: dict[int, bytes] = {}
         self._reading = threading.Lock()
-        self._find_breakers = lru_cache(_N_BREAKERS_KEPT)(self._read_breakers)
+        self._breakers: dict[tuple[str, ...], bytes] = {}
+        """Those that were found, asked for longest ago first."""
         self.template = template or ""
         self.projector: Projector | None = None
         """What encodes pictures and sounds; set once it is loaded."""
@@ -380,12 +379,22 @@ class LlamaVocab:
         ]
         return re.compile(b"|".join(map(re.escape, found))) if found else None
 
-    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of tokens that DRY takes for these strings; the same object for the same strings."""
+    def dry_breakers(self, strings: Sequence[str]) -> bytes:
+        """Return the sequences of tokens that DRY takes for these strings, packed."""
         if not self.has_pieces:
-            return ()
+            return b""
+        key = tuple(strings)
         with self._reading:
-            return self._find_breakers(tuple(strings))
+            found = self._breakers.pop(key, None)
+            if found is None:
+                found = find_breakers(key, self._words, self._tokens_of)
+            self._breakers[key] = found
+            while sum(map(len, self._breakers.values())) > _BREAKER_BYTES_KEPT:
+                del self._breakers[next(iter(self._breakers))]
+        return found
+
+    def _tokens_of(self, data: bytes) -> list[int]:
+        return self._tokenize(data, add_special=False, parse_special=False)
 
     def _tokenize(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
@@ -426,25 +435,6 @@ class LlamaVocab:
         tokens = (ctypes.c_int32 * 1)(token)
         to_text, vocab = llama_cpp.llama_detokenize, self.pointer
         return _read(lambda buffer, n: to_text(vocab, tokens, 1, buffer, n, False, True))
-
-    def _read_breakers(self, strings: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        found = (sequence for text in strings if text for sequence in self._starts(text.encode()))
-        return tuple(sorted(set(found)))
-
-    def _starts(self, text: bytes) -> Iterator[tuple[int, ...]]:
-        """Yield tokens that contain a text, and tokens that end with a part of it, followed by the rest's tokens.
-
-        Source: llama.cpp src/llama-sampler.cpp, get_overlapping_token_sequences and llama_sampler_init_dry.
-        """
-        tails = {}
-        for i in range(1, len(text)):
-            rest = self._tokenize(text[i:], add_special=False, parse_special=False)
-            tails[text[:i]] = tuple(rest[:_N_TAIL_MAX])
-        for token, word in enumerate(self._words):
-            if text in word:
-                yield (token,)
-            else:
-                yield from ((token, *tail) for part, tail in tails.items() if word.endswith(part))
 
     def _text(self, token: int) -> str:
         # An id that is not there makes llama.cpp throw, which ends the process.

@@ -16,6 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.llama import vocab as vocab_module
+from cbatch.backend.llama.breakers import find_breakers
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import (
@@ -35,6 +36,7 @@ from tests.backend.llama.vocabularies import (
     write_plain_model_of,
 )
 from tests.bench.test_synthetic_tokenizer import BPE, WPM
+from tests.breakers import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,13 +117,49 @@ def test_text_that_needs_more_room_than_guessed_is_tokenized_whole(vocab: LlamaV
 
 
 def test_breakers_are_the_tokens_that_hold_a_string_or_begin_it(vocab: LlamaVocab) -> None:
-    found = vocab.dry_breakers(["\n"])
+    packed = vocab.dry_breakers(["\n"])
+    found = unpack(packed)
     assert (5 + 0x0A,) in found
     assert all(b"\n" in vocab.piece(token) for token, *_ in found)
-    long = vocab.dry_breakers(["ab"])
+    long = unpack(vocab.dry_breakers(["ab"]))
     assert any(head == 5 + ord("a") and tail for head, *tail in long)
-    assert vocab.dry_breakers([]) == vocab.dry_breakers([""]) == ()
-    assert vocab.dry_breakers(["\n"]) is found
+    assert vocab.dry_breakers([]) == vocab.dry_breakers([""]) == b""
+    assert vocab.dry_breakers(["\n"]) is packed
+
+
+WORDS = st.binary(max_size=4).map(lambda data: bytes(97 + b % 3 for b in data))
+
+
+@given(words=st.lists(WORDS, max_size=20), strings=st.lists(WORDS.map(bytes.decode), max_size=6))
+def test_breakers_are_those_of_the_definition(words: list[bytes], strings: list[str]) -> None:
+    expected = set()
+    for text in map(str.encode, strings):
+        for token, word in enumerate(words):
+            ends = [i for i in range(1, len(text)) if word.endswith(text[:i])]
+            if text and text in word:
+                expected.add((token,))
+            else:
+                expected |= {(token, *text[i:]) for i in ends}
+    assert unpack(find_breakers(strings, words, list)) == expected
+
+
+def test_breakers_that_begin_alike_take_room_once_for_all_tokens() -> None:
+    chance = random.Random(1)
+    strings = ["e" + "".join(chance.choices("abcd", k=39)) for _ in range(64)]
+    words = [f"{i}e".encode() for i in range(3000)]
+    found = find_breakers(strings, words, list)
+    assert len(unpack(found)) == 64 * len(words)
+    assert len(found) < 4 * (2 * len(words) + 64 * 21 + 9)
+
+
+def test_kept_breakers_are_few_where_they_are_large(
+    vocab: LlamaVocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = vocab.dry_breakers(["x"])
+    monkeypatch.setattr(vocab_module, "_BREAKER_BYTES_KEPT", len(found) + 1)
+    assert vocab.dry_breakers(["x"]) is found
+    vocab.dry_breakers(["y"])
+    assert vocab.dry_breakers(["x"]) is not found
 
 
 def test_control_tokens_are_written_out_on_demand(vocab: LlamaVocab) -> None:
