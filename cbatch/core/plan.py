@@ -7,7 +7,7 @@ from operator import add
 from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from cbatch.core.span import Span
     from cbatch.errors import RequestFailedError
@@ -50,7 +50,7 @@ class Binding:
     its position minus this, so a recomputed sequence draws the same tokens. Each token that leaves the window lowers
     the origin by one; it may be negative."""
     sampling: Sampling
-    stop_tokens: tuple[int, ...]
+    stop_tokens: Collection[int]
     """All token ids that end the sequence, including the model's end-of-generation ids unless ignored."""
     history: tuple[int, ...] = field(default=(), repr=False)
     """All tokens so far, prompt and output, including pending ones and those that left the window.

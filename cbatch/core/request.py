@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, DryBreakers, Grammar, RunOptions, Sampling
     from cbatch.response import TokenLogprob
@@ -20,7 +22,8 @@ class Request:
     prompt: BatchPrompt
     options: RunOptions
     sampling: Sampling
-    stop_tokens: tuple[int, ...] = ()
+    stop_tokens: Collection[int] = ()
+    """A set where they may be many: each sampled token is looked for in them."""
     deadline_s: float = math.inf
     """The deadline, in seconds of the engine's clock."""
     adapters: AdapterSet = ()

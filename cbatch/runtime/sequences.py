@@ -156,7 +156,7 @@ class SequenceMaker:
             item,
             options,
             sampling,
-            tuple(sorted({*own, *(options.stop_token_ids or ())})),
+            frozenset((*own, *(options.stop_token_ids or ()))),
             deadline_s,
             options.adapters,
             options.n_logprobs,

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.chat.chat_format import ChatFormat
+from cbatch.core.plan import Slot
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
+from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.runtime.sequences import OptionsMerger
+from cbatch.runtime.sequences import OptionsMerger, SequenceMaker
 
 ENGINE = RunOptions(max_tokens=9, temperature=0)
 CHAT = [{"role": "user", "content": "a"}]
@@ -47,3 +52,12 @@ def test_variables_that_no_template_names_are_one_warning_for_all_choices() -> N
     assert [choice.warnings for choice in result.choices] == [(said,)] * 4
     assert few.warnings == (f"chat_template_kwargs has 'a', 'b', {behind}",)
     assert none.warnings == ()
+
+
+def test_many_stop_tokens_are_a_set_wherever_a_token_is_looked_for() -> None:
+    options = RunOptions(stop_token_ids=[*range(300)])
+    maker = SequenceMaker(backend := FakeBackend(1), ScheduleOptions(), ChatFormat(backend.vocab))
+    [driver] = maker.of_prompt(BatchPrompt(prompt="a"), "a", options, 0.0, math.inf)
+    found = driver.request.stop_tokens
+    assert isinstance(found, frozenset)
+    assert driver.binding(Slot(0)).stop_tokens is driver.reply.silent is found

@@ -17,7 +17,7 @@ def n_threads() -> int:
     return sum(thread.name == "cbatch-timers" for thread in threading.enumerate())
 
 
-def test_actions_come_in_the_order_of_their_times_and_one_that_raises_ends_none() -> None:
+def test_actions_come_in_order_and_one_that_raises_ends_none() -> None:
     timers, done, now = Timers(), SimpleQueue[int](), time.perf_counter()
     timers.set(now + PATIENCE_S, lambda: done.put(9))
     timers.set(now + 0.02, lambda: done.put(2))
