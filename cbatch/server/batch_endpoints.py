@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote
 
 from msgspec import Meta, Struct
 
-from cbatch.server.batch_index import BATCH, Kind, StoredBatch
+from cbatch.server.batch_index import BATCH, Kind, StoredBatch, StoredFile
 from cbatch.server.batch_questions import ENDPOINTS
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.batches import Batches
@@ -28,6 +28,7 @@ from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
 from cbatch.server.typed_bodies import read_body, unknown_in
 from cbatch.support.checks import shown
+from cbatch.support.lazy_json import LazyList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -135,8 +136,8 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
         is_newest_first=order != "asc",
         purpose=purpose,
     )
-    told = [file.as_json() for file in found]
-    await exchange.respond_json({"object": "list", **listed(told, has_more=has_more)})
+    told = listed(StoredFile.as_json, found, has_more=has_more)
+    await exchange.respond_long({"object": "list", **told})
 
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
@@ -252,8 +253,8 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     found, has_more = await desk.in_thread(
         batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
     )
-    told = [batch.as_json() for batch in found]
-    await exchange.respond_json({"object": "list", **listed(told, has_more=has_more)})
+    told = listed(StoredBatch.as_json, found, has_more=has_more)
+    await exchange.respond_long({"object": "list", **told})
 
 
 async def tell_batch(
@@ -301,8 +302,8 @@ class Query:
         return said
 
 
-def listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return a page of a list, and what tells of the others."""
-    ids = [each["id"] for each in data]
-    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return {"data": data, **ends, "has_more": has_more}
+def listed(form: Callable[[Any], Any], found: Sequence[Any], *, has_more: bool) -> dict[str, Any]:
+    """Return a page of a list in a form, made as it is sent, and what tells of the others."""
+    first, last = (found[0].id, found[-1].id) if found else (None, None)
+    ends = {"first_id": first, "last_id": last}
+    return {"data": LazyList(form, found), **ends, "has_more": has_more}

@@ -99,6 +99,8 @@ class BatchStore:
         self._n_arriving, self._counting = 0, threading.Lock()
         self._n_stored = 0
         """Bytes of all files that are listed."""
+        self._n_worked_on, self._is_counted = 0, False
+        """Bytes of requests whose file is gone, and whether nothing has changed since they were counted."""
         self._first_expiry = math.inf
         """No file expires before."""
         try:
@@ -231,12 +233,22 @@ class BatchStore:
         with self._lock:
             self._check_open()
             self._sweep()
-            if self._n_stored + self._n_arriving + n_bytes > self._n_bytes_max:
-                message = (
-                    f"the files here have {self._n_stored:,} of at most {self._n_bytes_max:,} bytes"
-                )
-                raise no_room(f"{message}: delete some")
+            n_stored = self._n_stored + self._count_worked_on()
+            if n_stored + self._n_arriving + n_bytes > self._n_bytes_max:
+                message = f"the files here have {n_stored:,} of at most {self._n_bytes_max:,} bytes"
+                raise no_room(f"{message}: delete some, or wait for batches to end")
             self.release(-n_bytes)
+
+    def _count_worked_on(self) -> int:
+        """Return the bytes of deleted files that batches still read."""
+        if not self._is_counted:
+            self._is_counted = True  # before: what changes meanwhile is counted the next time
+            self._n_worked_on = self._folder.n_bytes_worked_on()
+        return self._n_worked_on
+
+    def count_again(self) -> None:
+        """Count what batches read before the next file is taken: a file or a batch has gone. Does not wait."""
+        self._is_counted = False
 
     def release(self, n_bytes: int) -> None:
         """Count bytes no more that were about to be written: they were, or will not be. Does not wait."""
@@ -286,6 +298,7 @@ class BatchStore:
             n_bytes = self._n_bytes_of("shown_files WHERE id = ?", file.id)
             self._drop("files", file.id)
             self._n_stored -= n_bytes
+            self.count_again()
 
     def _n_bytes_of(self, files: str, *values: object) -> int:
         [[n_bytes]] = self._rows(f"SELECT coalesce(sum(bytes), 0) FROM {files}", *values)
@@ -322,8 +335,9 @@ class BatchStore:
             _link(requests, folder / "requests.jsonl")
             for place in (folder, self._folder.work):
                 sync_folder(place)
+            self.count_again()  # some file systems have no links: then it is a copy
         except BaseException:
-            self._folder.remove_work(batch.id)
+            self._remove_work(batch)
             raise
         return batch
 
@@ -333,8 +347,12 @@ class BatchStore:
         try:
             self._write(query, batch.id, _as_text(batch), batch.kept_owner)
         except BaseException:
-            self._folder.remove_work(batch.id)
+            self._remove_work(batch)
             raise
+
+    def _remove_work(self, batch: StoredBatch) -> None:
+        self._folder.remove_work(batch.id)
+        self.count_again()
 
     def folder_of(self, batch: StoredBatch) -> Path:
         """Return the place where a batch that has not ended is worked on."""
@@ -345,7 +363,7 @@ class BatchStore:
         query = "UPDATE batches SET is_ended = ?, fields = ? WHERE id = ?"
         self._write(query, batch.has_ended, _as_text(batch), batch.id)
         if batch.has_ended:
-            self._folder.remove_work(batch.id)
+            self._remove_work(batch)
             self._folder.take_reserve()
 
     def set_work_aside(self, batch: StoredBatch) -> None:
@@ -353,6 +371,7 @@ class BatchStore:
         folder = self.folder_of(batch)
         if folder.is_dir():
             self._folder.set_aside("the answers of a batch that has failed", folder)
+            self.count_again()
 
     def batch(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
@@ -499,6 +518,7 @@ class Arriving:
         self._store.release(self.n_bytes)
         if not self._is_kept:
             self._path.unlink(missing_ok=True)
+            self._store.count_again()
 
 
 def not_there(what: str, id: str) -> HttpProblemError:

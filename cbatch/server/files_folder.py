@@ -15,6 +15,7 @@ import sqlite3
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -203,6 +204,15 @@ class FilesFolder:
         if strangers := [name for name in os.listdir(folder) if name not in known]:
             places = [f"{folder.name}/{name}" for name in strangers]
             self.note("not made by cbatch, left alone", places)
+
+    def n_bytes_worked_on(self) -> int:
+        """Return the bytes of requests that have no other place than the folders of batches."""
+        n_places: Counter[tuple[int, int, int]] = Counter()
+        for folder in os.listdir(self.work):
+            with suppress(OSError):
+                found = os.lstat(self.work / folder / "requests.jsonl")
+                n_places[found.st_ino, found.st_nlink, found.st_size] += 1
+        return sum(size for (_, n_links, size), n in n_places.items() if n == n_links)
 
     def remove_work(self, id: str) -> None:
         """Remove the files of a batch that has run, and its folder if nothing else is in it."""

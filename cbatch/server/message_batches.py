@@ -122,7 +122,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     found, has_more = await desk.in_thread(
         batches.newest, exchange.owner, Page(limit, after, before), _KIND
     )
-    await exchange.respond_json(listed([*map(_as_json, found)], has_more=has_more))
+    await exchange.respond_long(listed(_as_json, found, has_more=has_more))
 
 
 async def delete_batch(desk: Desk, exchange: Exchange) -> None:

@@ -232,33 +232,33 @@ def test_texts_that_are_refused_or_cut_count_whole_in_a_turn(
 ) -> None:
     monkeypatch.setattr(text_room, "N_TURN_TOKENS", 100)
     backend, gate = FakeBackend(2, 64), Gate()
-    n_tokenized = [0]
+    n_tokenized, seen = [0], list[int]()
     tokenize = backend.vocab.tokenize
 
     def counted(text: str) -> list[int]:
-        n_tokenized[-1] += "xxx" in text
+        n_tokenized[0] += "xxx" in text
         return tokenize(text)
 
+    def hold() -> None:
+        seen.append(n_tokenized[0])
+        gate()
+
     monkeypatch.setattr(backend.vocab, "tokenize", counted)
-    with Engine(backend) as engine, monkeypatch.context() as patch:
-        ready = text_room.Texts._get_ready
-
-        def turn(texts: text_room.Texts) -> None:
-            n_tokenized.append(0)
-            ready(texts)
-
-        patch.setattr(text_room.Texts, "_get_ready", turn)
-        backend.hold_texts = gate
-        first = engine.embed(["first"])
+    backend.hold_texts = hold
+    with Engine(backend) as engine:
+        responses = [engine.embed(["first"])]
         gate.has_come.wait()
-        texts = Queued(*(letter + "x" * more for letter in "abcdefgh"))
-        long = engine.embed(texts, **settings)
-        texts.wait()
+        for texts, more_settings in (
+            (Queued("second"), {}),
+            (Queued(*(letter + "x" * more for letter in "abcdefgh")), settings),
+        ):
+            responses.append(engine.embed(texts, **more_settings))
+            texts.wait()
         gate.may_go.set()
-        for response in (first, long):
+        for response in responses:
             response.results(return_errors=True)
-    assert sum(n_tokenized) == 8
-    assert max(n_tokenized) == 1
+    assert n_tokenized[0] == 8
+    assert seen[:2] == [0, 1]
 
 
 def test_call_that_fails_ends_only_the_text_at_fault() -> None:

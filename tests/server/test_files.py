@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import stat
+import threading
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from cbatch.server import batch_index, batch_store, create_app
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.multipart_upload import Upload
-from tests.server.clients import Running, call, connected, error_of, running, wait_until
-from tests.server.kept import kept_app, upload
+from tests.server.clients import CHAT, USER, Running, call, connected, error_of, running, wait_until
+from tests.server.kept import ended, kept_app, line, lines, upload
 
 if TYPE_CHECKING:
     import socket
@@ -223,6 +224,40 @@ def test_limits_of_files_hold(tmp_path: Path) -> None:
         (first, _) = call(app, "/v1/files").json()["data"]
         call(app, f"/v1/files/{first['id']}", method="DELETE")
         assert upload(app, b"x" * mib).status_code == 200
+
+
+def test_deleted_file_counts_until_its_batches_have_ended(tmp_path: Path) -> None:
+    data = lines(line("a", messages=USER, max_tokens=1, user="x" * 700_000))
+    with kept_app(tmp_path, max_file_mib=1, max_stored_mib=1) as app:
+        app.state.desk.room.set_calls(4)  # which leaves no slot
+        file = upload(app, data).json()["id"]
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        ids = [call(app, "/v1/batches", asked).json()["id"] for _ in range(2)]
+        call(app, f"/v1/files/{file}", method="DELETE")
+        assert error_of(upload(app, data), 507)["code"] == "insufficient_storage"
+        for id in ids:
+            call(app, f"/v1/batches/{id}/cancel", method="POST")
+            ended(app, id)
+        assert upload(app, data).status_code == 200
+
+
+def test_long_list_is_made_in_parts_and_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[int] = []
+    form = batch_index.StoredFile.as_json
+
+    def noted(file: batch_index.StoredFile) -> dict[str, Any]:
+        makers.append(threading.get_ident())
+        return form(file)
+
+    with kept_app(tmp_path) as app:
+        for _ in range(60):
+            assert upload(app, b"x", "x" * 500).status_code == 200
+        monkeypatch.setattr(batch_index.StoredFile, "as_json", noted)
+        assert len(call(app, "/v1/files").json()["data"]) == 60
+    assert len(makers) == 60
+    assert makers.count(threading.get_ident()) < 60  # the event loop made the first part alone
 
 
 def test_full_disk_is_told_and_nothing_is_left(
