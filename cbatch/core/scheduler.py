@@ -238,7 +238,11 @@ class ContinuousBatchScheduler:
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
         held = [(d, slot) for d, slot in rebound if d is not None and d not in placed]
         held += [(driver, slot) for driver, (slot, _) in placed.items()]
-        return tuple([driver.binding(slot, **self._sources) for driver, slot in held])
+        return tuple([self.binding(driver, slot) for driver, slot in held])
+
+    def binding(self, driver: SequenceDriver, slot: Slot) -> Binding:
+        """Return the backend's settings for a sequence in a slot, with the sources of its draft tokens."""
+        return driver.binding(slot, **self._sources)
 
     # ---- what a step computes ----
 

@@ -466,7 +466,7 @@ class Loop:
             rows = [row for row in rows if row[1].request.id in ids]
         check_room(self._backend.memory, self._batcher.occupancy().n_cells, len(rows))
         try:
-            return compare_rows(self._backend, rows)
+            return compare_rows(self._backend, rows, self._scheduler.binding)
         except BaseException:
             self._batcher.lose_cells()
             raise

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import DecodeError, RequestFailedError, UnsupportedOptionError
 from cbatch.options import GREEDY, AdapterSet
 from cbatch.runtime.choices import display_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.span import Span
 
+    Bind = Callable[[SequenceDriver, Slot], Binding]
     _Row = tuple[int, float]
 
 
@@ -66,7 +67,7 @@ def check_room(memory: KvCapabilities, n_used: int, n_rows: int) -> None:
 
 
 def compare_rows(
-    backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]]
+    backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]], bind: Bind
 ) -> list[RowComparison]:
     """Compare sequences that decode; those with the same adapters share a step. Then every slot is as it was.
 
@@ -75,6 +76,7 @@ def compare_rows(
     Args:
         backend: its memory can trim, and has room for one more cell a row.
         rows: what `MultiRequestBatcher.decoding` returned, or some of it.
+        bind: `ContinuousBatchScheduler.binding`.
 
     Raises:
         RequestFailedError: a step failed.
@@ -82,14 +84,18 @@ def compare_rows(
     found: list[RowComparison] = []
     for adapters in dict.fromkeys(d.request.adapters for _, d in rows):
         group = [row for row in rows if row[1].request.adapters == adapters]
-        found += _compare(backend, group, adapters)
+        found += _compare(backend, group, adapters, bind)
     return sorted(found, key=lambda row: row.slot)
 
 
 def _compare(
-    backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]], adapters: AdapterSet
+    backend: Backend,
+    rows: Sequence[tuple[Slot, SequenceDriver]],
+    adapters: AdapterSet,
+    bind: Bind,
 ) -> list[RowComparison]:
-    spans = tuple(driver.span(slot, driver.n_computed, 1) for slot, driver in rows)
+    # with an output also where the sequence's next token is not sampled, but forced by its grammar
+    spans = tuple(Span(slot, d.n_computed, d.tokens[d.n_computed :], True) for slot, d in rows)
     binds = tuple(Binding(c.slot, c.start + 1, GREEDY, (), n_logprobs=0) for c in spans)
     shared = _run(backend, StepPlan(spans, binds=binds, adapters=adapters))
     singles: list[_Row] = []
@@ -97,7 +103,7 @@ def _compare(
     for span in spans:
         singles += _run(backend, StepPlan((span,), trims=trims, adapters=adapters))
         trims = _trims((span,))
-    own = tuple(driver.binding(slot) for slot, driver in rows)
+    own = tuple(bind(driver, slot) for slot, driver in rows)
     backend.run(StepPlan((), trims=trims, binds=own))
     return [
         RowComparison(

@@ -243,6 +243,33 @@ def test_memory_that_cannot_trim_is_refused_by_name() -> None:
         assert len(all_results(response)[0].token_ids) == 12
 
 
+def test_row_is_compared_where_forced_tokens_wait_for_a_resume() -> None:
+    items = [item("a", regex="0:5", pause_every=1), item("b")]
+    engine, response = begun(OneByOne(2, W, 16), items, 0)
+    with engine:
+        n_compared = 0
+        while response.n_open:
+            engine.step()
+            rows = engine.compare_rows()
+            assert all(row.is_exact for row in rows)
+            n_compared += len(rows)
+            engine.resume("a")
+        answers = streams(response)
+    engine, response = begun(OneByOne(2, W, 16), [item("a", regex="0:5"), item("b")], 0)
+    with engine:
+        assert streams(response) == answers
+    assert n_compared > 11
+
+
+def test_sequences_keep_their_draft_tokens_after_a_comparison() -> None:
+    memory = KvCapabilities("partitioned", 2 * W, can_draft=True)
+    backend = OneByOne(2, W, 16, memory=memory)
+    engine, _ = begun(backend, [item("a")], 2)
+    with engine:
+        assert len(engine.compare_rows()) == 1
+        assert [bound.has_drafts for bound in backend.plans[-1].binds] == [True]
+
+
 def test_pool_without_a_cell_for_each_row_is_refused_and_stays() -> None:
     # after a step with the prompts and nine that decode: 2 × (3 + 9) of 25 cells
     engine, response = begun(OneByOne(2, W, 16, memory=shared_pool(25)), [item("a"), item("b")], 10)
