@@ -314,7 +314,9 @@ class LocalRuntime:
             )
             for id, prompt in zip(asked.ids, asked.prompts, strict=True)
         ]
-        self.orders.add_texts(routes)
+        note(self._submitting)
+        with self._submitting:
+            self.orders.add_texts(routes)
 
         def queue() -> None:
             try:

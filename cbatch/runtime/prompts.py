@@ -51,6 +51,9 @@ _ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None]"
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
 
+_Chosen: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, FoundPrompt | None]"
+"""A prompt with its options, and what was found of it."""
+
 _N_LONG = 2**15
 """Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
 
@@ -96,6 +99,8 @@ class PromptTokenizer:
         self._vocab, self._kept = vocab, kept
         self._begun: _Begun = None, None, "", ()
         """The last prompt that had an ending, as text and tokens: the next one may have another ending of it."""
+        self._chosen: _Chosen = None, None, None
+        """The last prompt of a request with several choices: the next one may be another choice's."""
 
     def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
@@ -126,13 +131,26 @@ class PromptTokenizer:
         try:
             if request.ending:
                 return self._with_ending(request)
-            prompt, grammar = self._settled(request)
-            tokens = self._tokenize(prompt, request.options)
-            n_first = self._n_first(request, tokens)
-            output_cap(request, len(tokens), self._n_window, n_first)
-            return FoundPrompt(tokens, n_first, grammar)
+            found = self._of_choice(request)
+            output_cap(request, len(found.tokens), self._n_window, found.n_first)
+            return found
         except Exception as error:
             return _failure(error)
+
+    def _of_choice(self, request: Request) -> FoundPrompt:
+        """Return what was found of a prompt; the choices of one request share it."""
+        if request.options.n_choices == 1 or request.prompt.has_media:
+            return self._whole(request)
+        prompt, options, found = self._chosen
+        if found is None or prompt is not request.prompt or options is not request.options:
+            found = self._whole(request)
+            self._chosen = request.prompt, request.options, found
+        return found
+
+    def _whole(self, request: Request) -> FoundPrompt:
+        prompt, grammar = self._settled(request)
+        tokens = self._tokenize(prompt, request.options)
+        return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
 
     def _with_ending(self, request: Request) -> FoundPrompt:
         """Return the tokens of a prompt with its ending: scored are those that the prompt alone does not have."""

@@ -100,6 +100,8 @@ class WholeText(NamedTuple):
         tokens = prompt.tokens or tokenizer.tokens_of(
             BatchPrompt(prompt=tokenizer.text_of(prompt)) if prompt.messages else prompt
         )
+        if not tokens:
+            raise PromptError("the text has no token to score")
         if tokens[0] != tokenizer.first_token >= 0:
             tokens = (tokenizer.first_token, *tokens)
         step = tokenizer.n_window - 1

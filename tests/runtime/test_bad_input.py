@@ -26,6 +26,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
+from cbatch.runtime.scoring import Tokenizer, WholeText
 from tests.runtime.backends import PATIENCE_S, all_results, runtime_of, streams
 
 if TYPE_CHECKING:
@@ -442,3 +443,9 @@ def test_call_from_deep_in_a_recursion_fails_alone() -> None:
         [result] = all_results(engine.run(["b"], options=options))
         assert result.finish_reason == "length"
         assert len(all_results(other)) == 1
+
+
+def test_text_without_a_token_is_not_scored() -> None:
+    tokenizer = Tokenizer(lambda _: [], lambda _: "", n_window=8, first_token=-1)
+    with pytest.raises(PromptError, match="no token"):
+        WholeText.of("text").requests(tokenizer)

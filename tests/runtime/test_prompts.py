@@ -36,6 +36,21 @@ def prepared(prompt: BatchPrompt, **options: Any) -> tuple[SequenceDriver, int]:
     return driver, len(asked)
 
 
+def test_choices_of_a_request_share_the_tokens_of_its_prompt() -> None:
+    asked: list[BatchPrompt] = []
+
+    def tokenize(prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        asked.append(prompt)
+        return range(3)
+
+    tokenizer = PromptTokenizer(tokenize, 16)
+    one, other = make_request(n=3), make_request(n=3)
+    for request in (one, one, other, other):
+        found = tokenizer.find(replace(request, n_prompt_logprobs=None))
+        assert getattr(found, "tokens", None) == range(3)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(
     ("prompt", "n_discard", "n_asked", "n_keep"),
     [

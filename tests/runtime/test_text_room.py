@@ -7,7 +7,7 @@ import gc
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from cbatch.errors import (
     UnsupportedTaskError,
 )
 from cbatch.runtime import text_room
+from cbatch.runtime.ids import check_own
 from cbatch.runtime.text_room import KeptVectors, WaitingText
 from tests.runtime.backends import GatedBackend, parts_of
 from tests.server.clients import wait_until
@@ -466,6 +467,23 @@ def test_id_in_flight_is_refused_for_texts_and_prompts() -> None:
             engine.run([cbatch.BatchPrompt(prompt="x", id="same")])
         gate.may_go.set()
         response.array()
+
+
+def test_one_of_two_texts_has_an_id_that_both_ask_for_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def check(ids: Any, taken: Any) -> None:
+        check_own(ids, taken)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # the other one comes behind it
+
+    monkeypatch.setattr("cbatch.runtime.in_flight.check_own", check)
+    responses = [engine.embed([text], ids=["same"]) for text in "ab"]
+    wait_until(lambda: all(response.n_unread for response in responses))
+    found = [response.results(return_errors=True)[0].error for response in responses]
+    assert [type(error) for error in found if error] == [DuplicateIdError]
 
 
 def test_chats_go_on_beside_texts(engine: Engine) -> None:
