@@ -21,6 +21,7 @@ from cbatch.sounds import is_sound
 from cbatch.support.garbage import drop_frames
 from cbatch.support.picture_tokens import PictureTokens, edges_of
 from cbatch.support.prefix_index import n_common
+from cbatch.support.sound_length import told_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,9 @@ _N_LONG = 2**15
 
 _N_LONG_SOUND = 2**21
 """Characters of a sound's base64 above which it is long: already its rows are counted by decoding it. Our choice."""
+
+_N_LONG_SAMPLES = 2**23
+"""Samples of all channels, by a sound's file, above which it is long: an MP3 file of that size has as many."""
 
 _N_VALUE = 16
 """Characters that a value counts for that is no text."""
@@ -386,11 +390,18 @@ def _is_long(request: Request) -> bool:
 def _has_long_sound(prompt: BatchPrompt) -> bool:
     """Whether a prompt has a sound that takes long to decode."""
     return any(
-        is_sound(part) and len(part["input_audio"]["data"]) > _N_LONG_SOUND
+        is_sound(part) and _is_long_sound(part["input_audio"]["data"])
         for message in (prompt.messages or ())
         if isinstance(message["content"], tuple)
         for part in message["content"]
     )
+
+
+def _is_long_sound(data: str) -> bool:
+    if len(data) > _N_LONG_SOUND:
+        return True
+    n_samples = told_samples(data)
+    return n_samples is None or n_samples > _N_LONG_SAMPLES
 
 
 def _is_large(value: object) -> bool:

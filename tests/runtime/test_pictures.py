@@ -312,14 +312,19 @@ class SlowEars(SlowEyes):
         return super().picture_tokens(*asked)
 
 
+# as FLAC has it: 48,000 Hz, two channels, 2^23 samples of each
+HOURS = b"fLaC" + bytes(14) + (48_000 << 44 | 1 << 41 | 15 << 36 | 2**23).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(("audio", "n_long"), [(bytes(100), 100), (HOURS, 2**21)])
 def test_long_sound_that_is_counted_holds_up_neither_text_nor_picture(
-    monkeypatch: pytest.MonkeyPatch,
+    audio: bytes, n_long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.runtime.prompts._N_LONG_SOUND", 100)
+    monkeypatch.setattr("cbatch.runtime.prompts._N_LONG_SOUND", n_long)
     backend = FakeBackend(2, 400)
     backend.vocab = vocab = SlowEars(backend.vocab.n_vocab)
     vocab.sound_refusal = ""
-    content = [{"type": "audio", "audio": bytes(100)}, {"type": "text", "text": "Hm?"}]
+    content = [{"type": "audio", "audio": audio}, {"type": "text", "text": "Hm?"}]
     with Engine(backend) as engine:
         heard = engine.run([[{"role": "user", "content": content}]], options=SAME)
         try:

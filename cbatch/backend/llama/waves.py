@@ -19,6 +19,9 @@ N_SECONDS_MAX = 3600
 
 NO_LIBRARIES = "sound needs soundfile and soxr: pip install soundfile soxr"
 
+N_SAMPLES_MAX = N_SECONDS_MAX * 48_000 * 2
+"""Most samples of all channels: an hour in stereo. They are decoded in some seconds."""
+
 _N_CHANNELS_MAX = 8
 _RATES = (1_000, 768_000)
 _N_BLOCK = 2**16
@@ -97,6 +100,7 @@ def _blocks(file: Any) -> Iterator[NDArray[np.float32]]:
     while len(block := file.read(_N_BLOCK, dtype="float32", always_2d=True)):
         n_read += len(block)
         _check_length(n_read / file.samplerate)
+        _check_samples(n_read, file)
         yield block.mean(axis=1)
     if file.format == "FLAC" and n_read < n_told:
         raise PromptError(f"a sound is cut off: {n_read:,} of {n_told:,} samples are there")
@@ -110,12 +114,21 @@ def _check_header(file: Any) -> None:
             f"a sound has {file.channels} channels; at most {_N_CHANNELS_MAX} are allowed"
         )
     _check_length(file.frames / file.samplerate)
+    _check_samples(file.frames, file)
 
 
 def _check_length(seconds: float) -> None:
     if seconds > N_SECONDS_MAX:
         raise PromptError(
             f"a sound is longer than {N_SECONDS_MAX:,} seconds, the most that is allowed: divide it"
+        )
+
+
+def _check_samples(n_each: int, file: Any) -> None:
+    if n_each * file.channels > N_SAMPLES_MAX:
+        raise PromptError(
+            f"a sound has {n_each * file.channels:,} samples or more: {file.channels} channels at "
+            f"{file.samplerate:,} Hz; at most {N_SAMPLES_MAX:,} are allowed: divide it, or lower its rate"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 import soundfile
 
 import cbatch
+from cbatch.backend.llama import waves
 from cbatch.backend.llama.waves import samples_of
 from cbatch.bench.synthetic_projector import SOUND_KINDS, write_projector
 from cbatch.errors import ConfigError, PromptError
@@ -122,6 +123,14 @@ def _with_rate(rate: int) -> bytes:
     return bytes(data)
 
 
+def _many_samples() -> bytes:
+    """FLAC that says it has an hour of eight channels at 655,350 Hz."""
+    data = bytearray(file_of(np.zeros((4096, 8), np.float32), 48_000, kind="FLAC"))
+    told = int.from_bytes(data[18:26], "big") & (2**44 - 2**36)
+    data[18:26] = (655_350 << 44 | told | 3599 * 655_350).to_bytes(8, "big")
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -139,12 +148,13 @@ def _with_rate(rate: int) -> bytes:
             file_of(np.zeros(3601 * 1000, np.float32), 1000, kind="FLAC"),
             "longer than 3,600 seconds",
         ),
+        (_many_samples(), "8 channels at 655,350 Hz; at most 345,600,000 are allowed"),
         (file_of(tone(0) * np.float32(np.nan), subtype="FLOAT"), "no finite numbers"),
         (file_of(tone(0) * 30_000, subtype="FLOAT"), "must be from -1 to 1"),
     ],
     ids=[
         *("text", "amr", "cut-wav", "cut-flac", "cut-ogg", "empty", "header", "channels"),
-        *("slow", "fast", "long", "nan", "loud"),
+        *("slow", "fast", "long", "many", "nan", "loud"),
     ],
 )
 def test_bad_sound_fails_its_own_request(hearing: cbatch.Engine, data: bytes, words: str) -> None:
@@ -153,6 +163,22 @@ def test_bad_sound_fails_its_own_request(hearing: cbatch.Engine, data: bytes, wo
     assert good.error is None
     with pytest.raises(PromptError, match=words):
         raise bad.error or AssertionError
+
+
+class EndlessFile:
+    """Has more than its header says."""
+
+    frames, samplerate, channels, format = 1, RATE, 4, "OGG"
+
+    def read(self, n: int, **how: Any) -> NDArray[np.float32]:
+        return np.zeros((n, self.channels), np.float32)
+
+
+def test_samples_are_counted_while_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waves, "N_SAMPLES_MAX", 2**20)
+    with pytest.raises(PromptError, match="at most 1,048,576 are allowed"):
+        for _ in waves._blocks(EndlessFile()):
+            pass
 
 
 def test_header_of_a_stream_has_no_length(hearing: cbatch.Engine) -> None:
