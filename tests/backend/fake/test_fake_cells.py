@@ -119,10 +119,10 @@ S = [Slot(i) for i in range(5)]
 def test_shift_of_what_others_of_a_pool_have_too_is_refused() -> None:
     backend = moving(unified=True)
     shifts = ((S[0], 2, 2),)
-    with pytest.raises(PlanError, match="others"):
+    with pytest.raises(PlanError, match="other slots"):
         backend.run(orders(copies=((S[0], S[1], 4),), shifts=shifts))
     backend.run(orders(copies=((S[0], S[1], 4),)))
-    with pytest.raises(PlanError, match="others"):
+    with pytest.raises(PlanError, match="other slots"):
         backend.run(orders(shifts=shifts))
     backend.run(orders(shifts=((S[0], 4, 2),)))
     backend.run(orders(clears=(S[1],)))
