@@ -46,6 +46,7 @@ int32_t row_sample(const sample_code & code, row_binding * b, const row_task & t
     if (report != nullptr) {
         const double logit = token >= 0 ? static_cast<double>(task.model[token]) : NAN;
         report->logprob = static_cast<float>(logit - log_total);
+        report->n_top = token >= 0 ? report->n_top : 0;
     }
     return token;
 }

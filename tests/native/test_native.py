@@ -445,7 +445,7 @@ class Asked:
 
 @st.composite
 def runs(draw: st.DrawFn) -> Asked:
-    token, word = st.integers(0, N_VOCAB - 1), st.integers(0, 2**32 - 1)
+    token, word = st.integers(0, N_VOCAB - 1), st.just(0) | st.integers(0, 2**32 - 1)
     chunks, pads = list[Span](), list[Span]()
     for slot in sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1))):
         kind = draw(st.sampled_from(["row", "row", "prompt", "scored", "pad"]))
