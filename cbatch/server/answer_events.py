@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.response import BatchError, BatchOutputChunk, BatchResult, TokenLogprob, ToolCall
 
@@ -131,31 +131,44 @@ def joined_events(events: Sequence[Event]) -> list[Event]:
     """Return events of which texts of a choice that follow each other, whatever others say between, are one."""
     if len(events) < 2:
         return [*events]
-    joined: list[Event] = []
-    last: dict[int, int] = {}
+    joined: list[Event | _Parts] = []
+    last: dict[int, _Parts] = {}
     for event in events:
         if not isinstance(event, Said):
             joined.append(event)
             continue
-        at = last.setdefault(event.i_choice, len(joined))
-        if at == len(joined):
-            joined.append(event)
-        elif (both := _both(cast("Said", joined[at]), event)) is not None:
-            joined[at] = both
-        else:
-            last[event.i_choice] = len(joined)
-            joined.append(event)
-    return joined
+        parts = last.get(event.i_choice)
+        if parts is None or not parts.take(event):
+            parts = last[event.i_choice] = _Parts(event)
+            joined.append(parts)
+    return [event.whole() if isinstance(event, _Parts) else event for event in joined]
 
 
-def _both(first: Said, second: Said) -> Said | None:
-    """Return two parts that follow each other as one; None for text behind thinking, and thinking behind text."""
-    kind = type(second) if second.text else type(first)
-    if type(first) is not kind and first.text:
-        return None
-    logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
-    tokens = (*first.token_ids, *second.token_ids)
-    return kind(first.i_choice, first.text + second.text, tokens, logprobs)
+class _Parts:
+    """Parts of a choice that follow each other."""
+
+    __slots__ = ("_has_text", "_kind", "_parts")
+
+    def __init__(self, first: Said) -> None:
+        self._kind, self._parts, self._has_text = type(first), [first], bool(first.text)
+
+    def take(self, part: Said) -> bool:
+        """Add a part; False for text behind thinking, and thinking behind text."""
+        kind = type(part) if part.text else self._kind
+        if self._has_text and kind is not self._kind:
+            return False
+        self._kind, self._has_text = kind, self._has_text or bool(part.text)
+        self._parts.append(part)
+        return True
+
+    def whole(self) -> Said:
+        first, last = self._parts[0], self._parts[-1]
+        if first is last:
+            return first
+        text = "".join([part.text for part in self._parts])
+        tokens = tuple([token for part in self._parts for token in part.token_ids])
+        scores = tuple([score for part in self._parts for score in part.logprobs or ()])
+        return self._kind(first.i_choice, text, tokens, None if last.logprobs is None else scores)
 
 
 def choices_of(result: BatchResult) -> Sequence[BatchResult]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
 
 _AGAIN_S = 0.05
-"""Seconds until an item is paused or resumed that the engine did not know yet: it is just being queued."""
+"""Seconds until an item is paused or resumed that could not be: it is just being queued, or its worker has ended."""
 
 
 class BatchRoom:
@@ -122,7 +122,7 @@ class BatchRoom:
         return next((pair for pair in wanted if (pair[0] in self._paused) is not pair[1]), None)
 
     def _keep(self) -> None:
-        """Pause and resume, until closed or the engine ends."""
+        """Pause and resume, until closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
@@ -132,8 +132,8 @@ class BatchRoom:
             id, is_paused = found
             try:
                 is_done = self._engine.pause(id) if is_paused else self._engine.resume(id)
-            except CBatchError:  # the engine has ended, and with it all items
-                return
+            except CBatchError:  # its worker has ended, and maybe another takes the item over
+                is_done = False
             with self._changed:
                 if is_done and id in self._items:
                     note = self._paused.add if is_paused else self._paused.discard

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import EngineClosedError
@@ -26,8 +25,11 @@ class Paused:
         self.ids: set[str] = set()
         self.n_unknown = 0
         """How often an item is not known yet."""
+        self.n_lost = 0
+        """How often the worker that has an item ends."""
 
     def pause(self, id: str) -> bool:
+        self.lose()
         if self.n_unknown:
             self.n_unknown -= 1
             return False
@@ -35,8 +37,14 @@ class Paused:
         return True
 
     def resume(self, id: str) -> bool:
+        self.lose()
         self.ids.discard(id)
         return True
+
+    def lose(self) -> None:
+        if self.n_lost:
+            self.n_lost -= 1
+            raise EngineClosedError("its engine has ended")
 
 
 @contextmanager
@@ -139,15 +147,12 @@ def test_item_that_is_not_queued_yet_is_paused_later() -> None:
         wait_until(lambda: engine.ids == {"a"})
 
 
-def test_engine_that_ends_ends_the_thread() -> None:
-    def fail(id: str) -> bool:
-        raise EngineClosedError("closed")
-
-    engine = SimpleNamespace(parallel=1, pause=fail, resume=fail)
-    room = BatchRoom(cast("Engine", engine))
-    before = {*threading.enumerate()}
-    assert room.enter("a", 1, lambda: False)
-    (thread,) = {*threading.enumerate()} - before
-    room.set_calls(1)
-    thread.join(60)
-    assert not thread.is_alive()
+def test_item_whose_worker_ends_is_paused_and_resumed_later() -> None:
+    with room_of(1) as (room, engine):
+        engine.n_lost = 2
+        assert room.enter("a", 1, lambda: False)
+        room.set_calls(1)
+        wait_until(lambda: engine.ids == {"a"})
+        engine.n_lost = 2
+        room.set_calls(0)
+        wait_until(lambda: not engine.ids)
