@@ -131,20 +131,20 @@ def joined_events(events: Sequence[Event]) -> list[Event]:
     """Return events of which texts of a choice that follow each other, whatever others say between, are one."""
     if len(events) < 2:
         return [*events]
-    joined: list[Event | _Parts] = []
-    last: dict[int, _Parts] = {}
+    joined: list[Event | _JoinedText] = []
+    last: dict[int, _JoinedText] = {}
     for event in events:
         if not isinstance(event, Said):
             joined.append(event)
             continue
         parts = last.get(event.i_choice)
         if parts is None or not parts.take(event):
-            parts = last[event.i_choice] = _Parts(event)
+            parts = last[event.i_choice] = _JoinedText(event)
             joined.append(parts)
-    return [event.whole() if isinstance(event, _Parts) else event for event in joined]
+    return [event.whole() if isinstance(event, _JoinedText) else event for event in joined]
 
 
-class _Parts:
+class _JoinedText:
     """Parts of a choice that follow each other."""
 
     __slots__ = ("_has_text", "_kind", "_parts")
