@@ -5,8 +5,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
 
 namespace ggml_abi {
+
+#if defined(__linux__)
+// Find a function of the library that is loaded; return whether it is there.
+template <class function>
+bool find(void * library, const char * name, function & to) {
+    to = reinterpret_cast<function>(dlsym(library, name));
+    return to != nullptr;
+}
+#endif
 
 constexpr int32_t f32 = 0, f16 = 1, q4_0 = 2, q8_0 = 8, q4_K = 12, q5_K = 13, q6_K = 14;
 

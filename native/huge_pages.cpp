@@ -7,7 +7,6 @@
 #if defined(__linux__)
 #include <cstdint>
 #include <cstring>
-#include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -33,12 +32,6 @@ buffer * allocate(buffer_type * type, size_t n_bytes) {
         madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
     }
     return b;
-}
-
-template <class function>
-bool find(void * library, const char * name, function & to) {
-    to = reinterpret_cast<function>(dlsym(library, name));
-    return to != nullptr;
 }
 
 #endif

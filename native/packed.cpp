@@ -13,10 +13,6 @@
 #include <cstring>
 #include <vector>
 
-#if defined(CBATCH_PACKED)
-#include <dlfcn.h>
-#endif
-
 namespace {
 
 using namespace ggml_abi;
@@ -472,12 +468,6 @@ buffer * allocate(buffer_type *, size_t n_bytes) {
 }
 
 #if defined(CBATCH_PACKED)
-
-template <class function>
-bool find(void * library, const char * name, function & to) {
-    to = reinterpret_cast<function>(dlsym(library, name));
-    return to != nullptr;
-}
 
 bool find_functions(void * library) {
     return find(library, "ggml_tensor_overhead", ggml.overhead) && find(library, "ggml_init", ggml.init) &&

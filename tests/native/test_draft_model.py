@@ -160,13 +160,19 @@ def test_model_that_fails_drafts_no_more() -> None:
     assert n_drafted(results) < 20
 
 
-def test_slot_that_goes_to_another_request_keeps_the_beginning() -> None:
-    draft = TextLlama(unlike, cheap)
+def stepper_of_one_slot(draft: TextLlama) -> tuple[Pair, NativeStepper]:
+    """Return a model with its draft model, and a stepper of both."""
     pair = Pair(TextLlama(unlike), draft)
     stepper = NativeStepper(
         None, n_slots=1, n_batch=64, n_vocab=N_VOCAB, n_threads=1, api=pair.api()
     )
     stepper.draft_with(DRAFT, n_batch=64, n_window=1000, n_vocab=N_VOCAB)
+    return pair, stepper
+
+
+def test_slot_that_goes_to_another_request_keeps_the_beginning() -> None:
+    draft = TextLlama(unlike, cheap)
+    pair, stepper = stepper_of_one_slot(draft)
     for end in (1, 2):
         pair.model.cells.clear()
         prompt = [*range(30), end]
@@ -202,11 +208,7 @@ def test_guesses_are_computed_in_batches_that_the_context_takes(n_batch: int) ->
 
 def test_model_drafts_again_for_a_slot_that_gets_the_same_prompt() -> None:
     draft = TextLlama(unlike, cheap)
-    pair = Pair(TextLlama(unlike), draft)
-    stepper = NativeStepper(
-        None, n_slots=1, n_batch=64, n_vocab=N_VOCAB, n_threads=1, api=pair.api()
-    )
-    stepper.draft_with(DRAFT, n_batch=64, n_window=1000, n_vocab=N_VOCAB)
+    pair, stepper = stepper_of_one_slot(draft)
     stepper.has_all_drafts = True
     accepted = []
     prompt = [*range(30)]
