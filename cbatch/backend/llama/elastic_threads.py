@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from cbatch.backend.llama.row_threads import RowThreads
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -134,6 +136,7 @@ class ElasticThreads:
         """
         self._n_most, self._waits = n_most, waits
         self._is_fixed = is_fixed
+        self._rows = None if is_fixed else RowThreads(n_most)
         self._best_alone = self._now = Setting(n_most)
         self._window = _Window(self._now)
         self._trial: _Window | None = None
@@ -152,7 +155,7 @@ class ElasticThreads:
             plan = replace(plan, slice_s=most_s)
         if self._waits is not None:
             self._waits.want(self, self._n_most, is_wanted=window.setting.is_short)
-        result = compute(plan, window.setting.n_threads)
+        result = self._compute(plan, window.setting, compute)
         if result.code or not result.n_steps:
             return result
         window.learn(plan, result)
@@ -160,6 +163,19 @@ class ElasticThreads:
             self._judge(window)
         elif window.spent_s >= (WINDOW_S if self._now == self._best_alone else TRIAL_S):
             self._decide(window)
+        return result
+
+    def _compute(
+        self, plan: StepPlan, setting: Setting, compute: Callable[[StepPlan, int], StepResult]
+    ) -> StepResult:
+        """Compute with a setting, and with no more threads than are best for so many rows."""
+        if self._rows is None:
+            return compute(plan, setting.n_threads)
+        if setting != self._best_alone:
+            return compute(plan, min(setting.n_threads, self._rows.n_best(plan)))
+        result = self._rows.run(plan, compute)
+        if result.waited_s > WAITED * (result.decode_s + result.sample_s):
+            self._rows.end_trial()
         return result
 
     def rest(self) -> None:

@@ -22,7 +22,7 @@ from cbatch.options import RunOptions
 from tests.backend.slots import chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from cbatch.response import BatchResult
@@ -90,6 +90,13 @@ def threads(machine: Machine, n_most: int = 4) -> ElasticThreads:
     return ElasticThreads(n_most)
 
 
+def mostly(runs: Sequence[int]) -> int:
+    """Return the threads of nearly all runs: fewer are tried now and then."""
+    found = max(runs, key=runs.count)
+    assert runs.count(found) > 0.95 * len(runs)
+    return found
+
+
 def test_one_core_that_is_taken_costs_one_thread_until_it_is_free() -> None:
     machine = Machine(BESIDE_ONE, {4: 0.4})
     found = threads(machine)
@@ -99,7 +106,7 @@ def test_one_core_that_is_taken_costs_one_thread_until_it_is_free() -> None:
     assert set(runs) == {3, 4}  # all of them are tried again, and no fewer
     machine.step_s, machine.cpu_share = ALONE, {}
     do(found, machine, 2.0)
-    assert set(do(found, machine, 20)) == {4}
+    assert mostly(do(found, machine, 20)) == 4
 
 
 def test_fewer_threads_that_bring_nothing_are_tried_more_and_more_seldom() -> None:
@@ -182,7 +189,7 @@ def test_end_of_another_program_is_noticed_at_once() -> None:
     assert set(do(found, machine, TRIAL_S)) == {1}  # the next trial is seconds away
     machine.step_s, machine.cpu_share, others.n_taken = {1: 0.010, 2: 0.006}, {}, 0.0
     do(found, machine, 3 * TRIAL_S)
-    assert set(do(found, machine, 20)) == {2}
+    assert mostly(do(found, machine, 20)) == 2
 
 
 # ---- short waits ----
@@ -192,10 +199,10 @@ def waiting(machine: Machine, n_most: int = 4, *, is_fixed: bool = False) -> Ela
     return ElasticThreads(n_most, waits=machine, is_fixed=is_fixed)
 
 
-def test_nothing_is_tried_on_a_machine_without_other_programs() -> None:
+def test_waits_stay_long_on_a_machine_without_other_programs() -> None:
     machine = Machine(ALONE, short_s=dict.fromkeys(ALONE, 0.001))
-    do(waiting(machine), machine, 60)
-    assert (machine.n_short, set(machine.runs)) == (0, {4})
+    assert mostly(do(waiting(machine), machine, 60)) == 4
+    assert not machine.n_short
 
 
 def test_short_waits_come_before_fewer_threads_and_end_in_time() -> None:
