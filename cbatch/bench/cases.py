@@ -23,6 +23,7 @@ _EXPERIMENTS = (
         "replicas",
         "neighbours",
         "beside_loops",
+        "row_threads",
         "idle_engine",
         "random_load",
         "side_job",
