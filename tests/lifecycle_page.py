@@ -13,29 +13,28 @@ SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 
 STATUSES: dict[Status, str] = {
     Status.WAITING: (
-        "queued, or back without a slot. The policy decides the order. A sequence gets the slot that holds most of its "
-        "prompt, or copies its cells; otherwise it gets one that is empty or longest unused, in partitioned memory "
-        "next to those in use. A sequence whose cells were saved takes any slot. Other threads tokenize the prompts of "
-        "the first sequences in the queue; with `shortest`, each prompt as it is submitted. A prompt that cannot run "
-        "fails then."
+        "in the queue, as a new sequence or after it lost its slot. The policy decides the order. A sequence gets the "
+        "slot that holds most of its prompt, or a copy of those cells; otherwise it gets a slot that is empty or least "
+        "recently used, in partitioned memory next to those in use. A sequence whose cells were saved can use any "
+        "slot. Other threads tokenize the prompts of the first sequences in the queue; with `shortest`, each prompt "
+        "when it is submitted. A prompt that cannot run fails then."
     ),
     Status.RUNNING: (
-        "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "
-        "stores it. A sequence that loses its slot keeps its tokens, and its cells are saved in host memory or "
+        "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; it is not "
+        "stored. A sequence that loses its slot keeps its tokens, and its cells are saved in host memory or "
         "computed again: its reader sees a pause."
     ),
     Status.PAUSED: (
-        "by `engine.pause(id)`, or where `pause_every` has it pause. Slot and cells stay until another "
-        "sequence needs them: then the sequence is parked, paused without a slot, its cells saved or computed "
-        "again."
+        "by `engine.pause(id)`, or by `pause_every`. It keeps its slot and cells until another sequence needs "
+        "them. Then it is parked: paused without a slot, and its cells are saved, or computed again later."
     ),
     Status.STORING: (
-        "ended, and its cells are being written to disk for `save_cache`: the result comes when that is done,"
-        " or has failed. The slot is free."
+        "ended, and its cells are being written to disk for `save_cache`: the result is delivered when they "
+        "are written, or when that has failed. The slot is free."
     ),
     Status.FINISHED: (
-        "the result is there and the slot is free. The cells stay there for prompts that begin alike, until "
-        "the room is needed."
+        "the result is delivered and the slot is free. The cells stay in the slot for prompts with the same prefix, "
+        "until the room is needed."
     ),
 }
 
@@ -44,33 +43,33 @@ EVENTS: dict[Event, str] = {
     Event.LOSE_SLOT: (
         "its turn is over, or a shared pool is full (preemption); its cells are saved in host memory or computed again"
     ),
-    Event.PAUSE: "`engine.pause(id)`, or it has sampled as many tokens as it may before it pauses",
-    Event.RESUME: "`engine.resume(id)`, where it kept its slot",
-    Event.REQUEUE: "`engine.resume(id)`, where it has no slot",
-    Event.STORE: "it ends in a slot and without an error, and its request has `save_cache`",
-    Event.FINISH: "it ends; or its cells are stored, or cannot be",
+    Event.PAUSE: "`engine.pause(id)`, or it has sampled as many tokens as `pause_every` allows",
+    Event.RESUME: "`engine.resume(id)`, if it has kept its slot",
+    Event.REQUEUE: "`engine.resume(id)`, if it has no slot",
+    Event.STORE: "it ends in a slot without an error, and its request has `save_cache`",
+    Event.FINISH: "it ends; with `save_cache`, its cells are stored or storing has failed",
 }
 
 WAITS: dict[Wait, tuple[str, str, str]] = {
     Wait.PROMPT: (
         "the tokens of its long prompt; with `shortest`, of any prompt",
-        "the tokens come, or the prompt is refused",
-        "every one",
+        "the tokens are ready, or the prompt is refused",
+        "all",
     ),
     Wait.COMPILE: (
-        "its grammar, or what DRY needs of the vocabulary",
-        "it is compiled; where it cannot be, the request ends",
-        "every one",
+        "its compiled grammar, or the data that DRY needs from the vocabulary",
+        "it is ready; if it cannot be compiled, the request ends",
+        "all",
     ),
     Wait.LEADER: (
-        "another sequence that computes the same prefix",
-        "the other has computed it, pauses, ends, or loses its slot",
-        "every one, as long as a slot stays free for it",
+        "another sequence, which computes the same prefix",
+        "the other sequence has computed it, pauses, ends, or loses its slot",
+        "all, as long as a slot stays free for it",
     ),
     Wait.CACHE: (
         "its cells, which are read from disk",
-        "they are read; where they cannot be, they are computed, or `cache_required` ends the request",
-        "every one",
+        "they are read; if they cannot be read, they are computed, or `cache_required` ends the request",
+        "all",
     ),
 }
 """What a sequence waits for, what ends the wait, and which sequences may pass."""
@@ -107,7 +106,7 @@ def _events() -> str:
 def _waits() -> str:
     intro = "A sequence that waits for one of these is held outside the queue:"
     head = [
-        "| cause | what it waits for | what ends the wait | which may pass |",
+        "| cause | what it waits for | what ends the wait | which sequences may pass |",
         "|---|---|---|---|",
     ]
     rows = [f"| `{wait.value}` | {' | '.join(WAITS[wait])} |" for wait in Wait]
