@@ -24,7 +24,7 @@ N_STEPS_TRIED, LEAST_S = 8, 0.005
 """A series has at least so many steps, and takes at least so many seconds, beside which an interrupt is short."""
 
 MOST_OF_BEST = 0.95
-"""A gain: the second series of a pair takes at most this much of the first for a step. Less is noise."""
+"""A gain: the second series of a pair takes at most this much of the first for a row. Less is noise."""
 
 MOST_LOST = 0.01
 """Trials cost at most about this share of the seconds of all steps: so long they wait."""
@@ -47,21 +47,23 @@ PROMPTS = StepKind(0, 0)
 @dataclass(eq=False, slots=True)
 class _ThreadSeries:
     n_steps: int = 0
+    n_rows: int = 0
     seconds: float = 0.0
 
     @property
-    def step_s(self) -> float:
-        return self.seconds / self.n_steps
+    def row_s(self) -> float:
+        return self.seconds / self.n_rows
 
     @property
     def n_missing(self) -> int:
         """Steps that the series needs to be whole; 0 if it is."""
         if self.n_steps < N_STEPS_TRIED:
             return N_STEPS_TRIED - self.n_steps
-        return math.ceil(max(0.0, LEAST_S - self.seconds) / self.step_s)
+        return math.ceil(max(0.0, LEAST_S - self.seconds) * self.n_steps / self.seconds)
 
-    def add(self, result: StepResult) -> None:
+    def add(self, plan: StepPlan, result: StepResult) -> None:
         self.n_steps += result.n_steps
+        self.n_rows += result.n_steps * len(plan.spans) + sum(result.n_drafts)
         self.seconds += result.decode_s + result.sample_s
 
 
@@ -106,34 +108,44 @@ class RowThreads:
 
     def n_best(self, plan: StepPlan) -> int:
         """Return how many threads are best for a plan, as far as is known: all of them for prompts."""
-        best = self._best.get(self._kind(plan, self._n_drafts.get(len(plan.spans), 0)))
+        best = self._best.get(self._expected(plan))
         return self._n_most if best is None else best.n_threads
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
-        """Compute a plan with the threads that are best, or with others in a trial: then without draft tokens."""
-        kind = self._kind(plan)
+        """Compute a plan with the threads that are best, or with others in a trial."""
+        kind = self._expected(plan)
         best = self._best.setdefault(kind, _Best(self._n_most))
-        if kind == PROMPTS or not self._is_tried(kind, best):
-            result = compute(plan, self.n_best(plan))
-            self._count(plan, result, best)
-            return result
-        is_other = not best.before.n_missing
+        is_trial = kind != PROMPTS and self._is_tried(kind, best)
+        is_other = is_trial and not best.before.n_missing
         series = best.after if is_other else best.before
         n_threads = best.other(self._n_most) if is_other else best.n_threads
-        n_steps = min(plan.n_steps, series.n_missing)
-        result = compute(replace(plan, n_steps=n_steps, n_drafts=0), n_threads)
+        if is_trial:
+            plan = replace(plan, n_steps=min(plan.n_steps, series.n_missing))
+        result = compute(plan, n_threads)
         self._spent_s += result.decode_s + result.sample_s
-        series.add(result)
-        if not best.after.n_missing:
-            self._judge(best)
+        if not result.n_steps or kind == PROMPTS:
+            return result
+        n_drafts = round(sum(result.n_drafts) / result.n_steps)
+        self._n_drafts[len(plan.spans)] = n_drafts
+        if self._kind(plan, n_drafts) != kind:
+            self._tried = None
+        elif is_trial:
+            series.add(plan, result)
+            if not best.after.n_missing:
+                self._judge(best)
+        else:
+            best.step_s = (result.decode_s + result.sample_s) / result.n_steps
         return result
 
     def end_trial(self) -> None:
         """Give up what is tried, because another program has taken a core meanwhile."""
         self._tried = None
 
-    def _kind(self, plan: StepPlan, n_drafts: int = 0) -> StepKind:
-        """Return the kind of a plan's steps with so many draft tokens."""
+    def _expected(self, plan: StepPlan) -> StepKind:
+        """Return the kind of a plan's steps, with as many draft tokens as the last run with so many rows had."""
+        return self._kind(plan, self._n_drafts.get(len(plan.spans), 0) if plan.n_drafts else 0)
+
+    def _kind(self, plan: StepPlan, n_drafts: int) -> StepKind:
         n_cells = 0
         for span in plan.spans:
             if len(span.inputs) > 1:
@@ -141,15 +153,6 @@ class RowThreads:
             n_cells = max(n_cells, span.start)
         n_rows = len(plan.spans) + n_drafts
         return StepKind(n_rows.bit_length(), max(n_cells.bit_length(), N_CELLS_ALIKE))
-
-    def _count(self, plan: StepPlan, result: StepResult, best: _Best) -> None:
-        """Note what a run that belongs to no trial took."""
-        seconds = result.decode_s + result.sample_s
-        self._spent_s += seconds
-        if result.n_steps:
-            n_drafts = round(sum(result.n_drafts) / result.n_steps)
-            self._n_drafts[len(plan.spans)] = n_drafts
-            best.step_s = 0.0 if n_drafts else seconds / result.n_steps
 
     def _is_tried(self, kind: StepKind, best: _Best) -> bool:
         """Whether a kind is tried now. A trial begins where it may cost a series with the best threads so far."""
@@ -165,8 +168,8 @@ class RowThreads:
 
     def _judge(self, best: _Best) -> None:
         """Go on after a whole pair: one without a gain ends a trial, and the next waits twice as long."""
-        share = best.after.step_s / best.before.step_s
-        self._lost_s += max(0.0, share - 1) * best.before.step_s * best.after.n_steps
+        share = best.after.row_s / best.before.row_s
+        self._lost_s += max(0.0, 1 - 1 / share) * best.after.seconds
         has_gain = share <= MOST_OF_BEST
         best.begin_pair(best.n_pairs + 1)
         if has_gain and best.n_pairs < N_PAIRS:
