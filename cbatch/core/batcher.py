@@ -38,7 +38,7 @@ class Wants(Protocol):
         """Get what the sequences of this batcher need, and call `go_on` with those that have it."""
 
     def lack_of(self, driver: SequenceDriver) -> Wait | None:
-        """Order what a sequence lacks before it can be queued; return what it waits for."""
+        """Have what a sequence lacks prepared; return what it must wait for before it is queued, if anything."""
 
     def look_ahead(self, ending: Collection[SequenceDriver], now: float) -> None:
         """Tokenize the prompts that the next plan may need; `ending` sequences are about to leave their slots."""
@@ -265,7 +265,7 @@ class MultiRequestBatcher:
             self.wants.look_ahead(ending, now)
 
     def n_open(self, ending: Collection[SequenceDriver]) -> int:
-        """Return how many slots do not run a sequence, apart from the `ending` ones."""
+        """Return how many slots run no sequence, or one of `ending`."""
         return self.ledger.n_slots - len(self._rows()) + len(ending)
 
     def candidates(self, ending: Collection[SequenceDriver]) -> Iterator[SequenceDriver]:
@@ -286,7 +286,7 @@ class MultiRequestBatcher:
     def go_on(self, drivers: Iterable[SequenceDriver]) -> None:
         """Queue held sequences that have what they waited for, unless they lack more.
 
-        A sequence that had been among the first of the queue returns there.
+        A sequence that waited for its leader or for cells from disk returns to the front of the queue.
         """
         new: list[SequenceDriver] = []
         for driver in drivers:
@@ -420,7 +420,7 @@ class MultiRequestBatcher:
         return ended
 
     def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
-        """Order a copy of an ended sequence's cells for the disk; if none are left, use a checkpoint."""
+        """Plan a copy of an ended sequence's cells for the disk; if none are left, use a checkpoint."""
         slot, n_cells = driver.slot, 0
         if slot is not None and has_cells and slot not in self.cells.trims:
             n_cells = self.cells.n_known(driver, slot) if self.saved.can_save else 0
@@ -438,7 +438,7 @@ class MultiRequestBatcher:
             self.end_storing(driver)
 
     def _order_writes(self, lost: Collection[int]) -> None:
-        """Order that cells copied by a run be written to disk, except for lost keys."""
+        """Have the cells that a run copied written to disk, except those of lost keys."""
         for _, key in self.cells.saves:
             want = self.storing[key]
             if key in lost:
@@ -576,7 +576,7 @@ class MultiRequestBatcher:
             self.retire(driver, has_cells=has_cells)
 
     def shift(self, driver: SequenceDriver) -> None:
-        """Move the full window of a running sequence; its cells are removed with the next plan."""
+        """Move the full window of a running sequence; the next plan removes the cells of the tokens that leave it."""
         if driver.slot is not None:
             self.cells.shift(driver, driver.slot)
 

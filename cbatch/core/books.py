@@ -1,4 +1,4 @@
-"""The ledger: which sequence has each slot, and how many cells the slot holds. Checks of all counts in core."""
+"""The ledger: which sequence has each slot, and how many cells the slot holds. Also checks all counts of core."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class KvLedger:
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
     def n_in_use(self, copied: Collection[Slot] = ()) -> int:
-        """Return the distinct cells of slots in use or in `copied`; 0 unless the pool is overcommitted."""
+        """Return the number of distinct cells of slots in use or in `copied`; 0 unless the pool is overcommitted."""
         slots = (s for s, d in enumerate(self.holders) if d is not None or s in copied)
         used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())

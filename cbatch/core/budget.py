@@ -20,22 +20,22 @@ SHORT_RUN_S = 0.02
 waits."""
 
 LEAST_OVER_ROWS = 3.0
-"""How many times as long as the rest of a step its prompts may take while output is streamed, at least. A single new
-prompt then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
+"""While output is streamed, prompts may take at least this many times as long as the rest of their step. So a single
+new prompt takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
 often."""
 
 FAIR_OVER_ROWS = 4.0
-"""The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
+"""The factor if as many new sequences wait for a first token as rows for their next; in proportion otherwise."""
 
 LONG_OVER_ROWS = 1.75
-"""The least for a prompt that needs more than `N_SHORT` such steps, in relation to the decoding rows alone: readers
+"""The least factor for a prompt that needs more than `N_SHORT` such steps, relative to the decoding rows alone: readers
 would notice so many long steps."""
 
 N_SHORT = 8
-"""Steps."""
+"""Most steps of a prompt that does not count as long."""
 
 MOST_OVER_ROWS = 9.0
-"""The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
+"""The factor if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
 hardly faster."""
 
 LEAST_BURST_S = 0.2
@@ -46,7 +46,7 @@ N_FIRST = 64
 """Prompt tokens of a step while their cost is unknown."""
 
 _N_DECODES = 9
-"""Steps of each width that the median is taken of; nearly half of them may be slow for other reasons."""
+"""Steps of each width whose median is taken; nearly half of them may be slow for other reasons."""
 
 _N_PROMPTS = 32
 """Steps with prompts to which the cost of prompt tokens is fitted: about 500 pairs."""
@@ -68,13 +68,13 @@ _ALIKE = 0.02
 """Steps whose prompt tokens differ by at most this share tell the cost of a cell."""
 
 _LEAST_CELLS = 16_384
-"""The same, and they differ by as much in their tokens times the cells before them: less takes too little time."""
+"""Such steps must also differ by this much in tokens × cells before them: less takes too little time to measure."""
 
 _N_UNIFORM = 4
 """Steps with equal numbers of prompt tokens after which another number is tried."""
 
 _N_FEW = 8
-"""Prompt tokens; the difference of so few cannot be measured."""
+"""Fewest prompt tokens whose number is worth varying; a difference of fewer cannot be measured."""
 
 _GROWTH = 2
 
@@ -125,8 +125,8 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
 def _even(n_left: int, n_most: int) -> int:
     """Return how many of a prompt's `n_left` tokens each step takes, at most `n_most`, in equal parts.
 
-    The number of steps is the least; equal parts only make the longest step shorter. If all tokens fit, the result is
-    `n_most`, which leaves room for other prompts.
+    The parts need no more steps than `n_most` tokens at a time would; they only make the longest step shorter. If all
+    tokens fit, the result is `n_most`, which leaves room for other prompts.
     """
     if not 0 < n_most < n_left:
         return n_most
@@ -149,8 +149,8 @@ class StepCosts:
 
     A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens: those
     late in a long prompt cost more than the first, because each attends to all cells before it.
-    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences. They are
-    without the time in which other programs had the cores; by how much that lengthens steps now is a number of its own.
+    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences. They
+    exclude the time in which other programs had the cores; `slower` says by how much that lengthens steps now.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class StepCosts:
         self._prompts: deque[_Mixed] = deque(maxlen=_N_PROMPTS)
         self._copies: deque[float] = deque(maxlen=_N_COPIES)
         self._slower: deque[float] = deque([1.0], maxlen=_N_WAITS)
-        """How many times as long as its computing each run took."""
+        """The duration of each run, divided by the time in which it computed."""
         self._prompt: PromptCost | None = None
         self._cell_s = 0.0
         self._left_s: dict[int, float] = {}
@@ -197,7 +197,7 @@ class StepCosts:
             n_rows: rows.
             n_prompt: tokens.
             seconds: what the step took.
-            n_before: cells before each prompt token, all tokens together.
+            n_before: cells before each prompt token, summed over the tokens.
         """
         self._prompts.append(_Mixed(n_rows, n_prompt, seconds, n_before))
         self._n_most = max(self._n_most, n_prompt)
@@ -206,7 +206,7 @@ class StepCosts:
             self._fit()
 
     def learn_waits(self, seconds: float, waited_s: float) -> float:
-        """Learn that a run waited for so long, and return the share of its time that was not waited."""
+        """Learn that a run waited for `waited_s` of its `seconds`; return the share in which it computed."""
         busy = max(_LEAST_BUSY, 1 - waited_s / seconds) if seconds else 1.0
         self._slower.append(1 / busy)
         return busy
@@ -267,8 +267,8 @@ class StepCosts:
     def n_prompt_within(self, n_rows: int, seconds: float, start: int = 0) -> int | None:
         """Return how many prompt tokens from position `start` fit into a step of `n_rows` decoding rows and `seconds`.
 
-        None if unknown. If the rows alone take longer than that, the result is the number that makes the step half as
-        long again.
+        None if unknown. If the rows alone take longer than `seconds`, the result is the number that makes the step 1.5
+        times as long as they are.
         """
         decode_s, cost = self.decode_s(n_rows), self.prompt
         if decode_s is None or cost is None:
@@ -343,7 +343,7 @@ class StepCosts:
         self._is_uniform = not slopes and len(mixed) >= _N_UNIFORM
 
     def _beyond_s(self, step: _Mixed) -> float:
-        """Return a step's seconds minus those of its rows."""
+        """Return a step's seconds without those that its decoding rows take alone."""
         return step.seconds - ((self.decode_s(step.n_rows) or 0.0) if step.n_rows else 0.0)
 
 
@@ -390,7 +390,7 @@ class PromptBudget:
         self.costs = StepCosts()
         self._options = options
         self.itl_s = None if options.itl_ms is None else options.itl_ms * 1e-3
-        """Seconds to aim at for a step that also decodes, where the options say them."""
+        """Target seconds of a step that also decodes; None if the options set none."""
 
     def of(
         self, prefills: Sequence[Pending], n_rows: int, n_first: int, *, is_watched: bool
@@ -427,7 +427,7 @@ class PromptBudget:
         return n_most, (n_most + 1) // 2
 
     def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
-        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
+        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None if they set no limit."""
         if self.itl_s is not None:
             return self._n_within(n_rows, self.itl_s / self.costs.slower, start)
         return self._options.prefill_budget
@@ -458,7 +458,7 @@ class PromptBudget:
     def _n_beside(
         self, n_rows: int, n_prefills: int, n_new: int, start: int = 0, n_all: int = 0
     ) -> int:
-        """Return how many prompt tokens may join rows whose readers wait for the next token.
+        """Return how many prompt tokens may join decoding rows whose output is streamed.
 
         The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
         take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.

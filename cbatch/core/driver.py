@@ -104,11 +104,11 @@ class MovingWindow:
     """The whole prompt, including removed tokens."""
     n_shifts: int = 0
     n_early: int = 0
-    """How many of these shifts came before anything was computed, because what there was did not fit."""
+    """How many of these shifts came before anything was computed, because the tokens did not fit the window."""
 
     @property
     def n_left_out(self) -> int:
-        """Tokens of the prompt, and of output to go on from, that are never computed."""
+        """Tokens of the prompt, and of output to continue, that are never computed."""
         return self.n_early * self.n_discard
 
 
@@ -185,7 +185,7 @@ class SequenceDriver:
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
-    """The error it ends with. Before the end: why its prompt cannot be computed, or its required file not be used."""
+    """The error it ends with. Before the end: why its prompt cannot be computed or its required file not used."""
 
     @classmethod
     def of(
@@ -335,7 +335,7 @@ class SequenceDriver:
     # ---- slots ----
 
     def undergo(self, event: Event) -> None:
-        """Change the status by the table of transitions.
+        """Change the status as the table of transitions says.
 
         Raises:
             SequenceStateError: the status allows no such event; nothing has changed.
@@ -343,7 +343,7 @@ class SequenceDriver:
         status = TRANSITIONS.get((self.status, event))
         if status is None:
             raise SequenceStateError(
-                f"{self.request.id!r} is {self.status.value}: no {event.value}"
+                f"event {event.value} is not allowed: {self.request.id!r} is {self.status.value}"
             )
         self.status = status
 
@@ -423,10 +423,10 @@ class SequenceDriver:
         self.n_reached = max(self.n_reached, n_cells)
 
     def shift(self, n_times: int = 1) -> tuple[int, int]:
-        """Remove tokens from the full window, as many as go when it moves `n_times`.
+        """Move the full window `n_times`, and remove the tokens that leave it.
 
         Returns:
-            How many tokens before them stay, and how many of the removed tokens had cells.
+            How many tokens stay before the removed ones, and how many of the removed ones had cells.
         """
         if self.window is None:
             raise SequenceStateError(f"the window of {self.request.id!r} does not move")
@@ -464,7 +464,7 @@ class SequenceDriver:
         """Take the results of a run: `n_inputs` planned tokens have cells now, and `sampled` were sampled after them.
 
         Ends the sequence if its last token does. If a stop token or the grammar's end coincides with the cap, the
-        finish reason is not the cap's.
+        finish reason is "stop".
 
         Args:
             now: when the run ended; its first step ended `later_s` before that.
@@ -544,9 +544,10 @@ class SequenceDriver:
         return n_past
 
     def _follow(self, guidance: GrammarStep, now: float, stands_for: int | None = None) -> None:
-        """Append the grammar's forced tokens; fail if the grammar has a problem or `stands_for` replaces a token.
+        """Append the grammar's forced tokens; fail if the grammar has a problem, or if the row gave no token.
 
-        If the sequence pauses, the remaining tokens are held, so pauses do not change an answer.
+        `stands_for` is then the negative value that came in place of the token. If the sequence pauses, the remaining
+        tokens are held, so pauses do not change an answer.
         """
         if self.finish_reason is None:
             if guidance.problem:
@@ -567,7 +568,7 @@ class SequenceDriver:
     # ---- the end ----
 
     def _fail_row(self, now: float, stands_for: int) -> None:
-        """End a sequence whose row gave no token; `stands_for` is the number in the token's place."""
+        """End a sequence whose row gave no token; `stands_for` is the negative value that came in its place."""
         bias = self.request.options.logit_bias or {}
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"

@@ -147,7 +147,7 @@ class GrammarStep:
     is_complete: bool = False
     """Whether nothing may follow the forced tokens."""
     problem: str = ""
-    """Why the constraint cannot be followed further; the sampled token is a broken row then."""
+    """Why the constraint cannot be followed further; the sampled token then counts as a broken row."""
 
 
 FREE = GrammarStep()
@@ -217,7 +217,7 @@ class StepResult:
     """Threads that computed; 0 if unknown."""
     waited_s: float = 0.0
     """Seconds of decoding and sampling in which the thread that computes had no core, or slept until its team was done:
-    most of them because of other programs. 0 if unknown."""
+    mostly because of other programs. 0 if unknown."""
 
     @property
     def later_s(self) -> float:

@@ -22,7 +22,7 @@ MIN_SHARED_TOKENS = 32
 """Fewest cells worth copying or waiting for. Fewer are computed in about the time of one small step."""
 
 N_BETWEEN = 2048
-"""A checkpoint is taken after each so many tokens of a long prompt, for later prompts that share some of it."""
+"""Tokens of a long prompt from one checkpoint to the next, for later prompts that share some of it."""
 
 N_TAIL_MAX = 16
 """Most tokens at the end of a chat's prompt that may differ in the next turn, such as a reasoning marker."""
@@ -63,7 +63,7 @@ class PrefixCache:
     With the backend's `cuts`, a reused prefix ends where prompts may be cut, and output is reused only by the request
     that continues it. Cells computed with different adapters never match.
 
-    A plan changes a `view`, which replaces this object once the plan was run.
+    A plan changes a `view`, which replaces this object once the plan has run.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PrefixCache:
         return view
 
     def settle(self) -> None:
-        """Update the index, which views share. Call it only without a plan, or once the plan was run."""
+        """Update the index, which views share. Call it only without a plan, or once the plan has run."""
         for place, text in self._changed.items():
             self._index.put(place, text)
         self._changed.clear()
@@ -207,7 +207,7 @@ class PrefixCache:
             self._changed.update((key, []) for key in self.checkpoints.drop(keys))
 
     def marks(self, driver: SequenceDriver, n_cells: int, found: PrefixMatch) -> tuple[int, ...]:
-        """Return where a new sequence with `n_cells` cells shall leave checkpoints; learn where turns of chats diverge.
+        """Return where a new sequence with `n_cells` cells leaves checkpoints; learn where turns of chats diverge.
 
         The places are: where its prompt diverges from a text in memory, because other prompts may do the same; the end
         of a chat's prompt, where the next turn continues; before scored tokens, for other continuations of the same
@@ -307,7 +307,7 @@ class PrefixCache:
         return best
 
     def _n_common_cells(self, driver: SequenceDriver, slot: Slot, n_alike: int) -> int:
-        """Return how many cells of a slot a prompt can reuse that shares `n_alike` tokens with it."""
+        """Return how many cells of a slot can be reused by a prompt that has `n_alike` tokens in common with it."""
         n_cells = self._ledger.n_cells[slot]
         number, left = self._left_by.get(slot, (None, []))
         if number is not None and number == driver.request.continues:
@@ -352,7 +352,7 @@ class PrefixCache:
     ) -> int:
         """Return how many saved cells match the beginning of a prompt; the first `n_given` of `tokens` were a prompt.
 
-        A few of many count as none, because every chat begins with the same tokens of its template. In memory that
+        Few cells of many count as none, because every chat begins with the same tokens of its template. In memory that
         cannot be trimmed, the result is all cells, the first `n_checkpoint`, or none.
         """
         n_there, n_wanted = n_given if self._cuts else len(tokens), self._n_most(driver)
@@ -417,7 +417,7 @@ class PrefixCache:
     def own_source(
         self, driver: SequenceDriver, slot: Slot, alike: Sequence[tuple[int, int]]
     ) -> PrefixSource | None:
-        """Return the cells of a sequence's new slot that it can keep; few are worth it too, the rest is lost anyway."""
+        """Return the cells of its new slot that a sequence can keep. Even a few are kept: all others are lost."""
         is_empty = not self._ledger.n_cells[slot]
         if is_empty or driver.saved_key is not None or not self.can_retain(driver):
             return None
@@ -457,7 +457,10 @@ class PrefixCache:
 
 
 def with_mark(marks: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Return marks with one at `n`, or a few tokens before it: one checkpoint serves all that diverge nearby."""
+    """Return `marks` with one at `n`, unless one lies shortly before it. Marks shortly after `n` are removed.
+
+    One checkpoint serves all prompts that diverge nearby.
+    """
     if any(n - MIN_SHARED_TOKENS < mark <= n for mark in marks):
         return marks
     return tuple(sorted([*(m for m in marks if not n < m < n + MIN_SHARED_TOKENS), n]))

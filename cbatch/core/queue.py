@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
 
 DEFAULT_AGEING_S = 10.0
-"""Seconds of waiting worth one point of priority: our choice; ten points are passed by in less than two minutes."""
+"""Seconds of waiting worth one point of priority: our choice; two minutes of waiting outweigh ten points."""
 
 BY_PROMPT = ("shortest",)
 """Policies that depend on a prompt's tokens: the prompt is tokenized before its sequence is queued."""
@@ -55,9 +55,9 @@ def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
 
 
 def length_and_age(driver: SequenceDriver) -> float:
-    """Return a key that puts the fewest prompt tokens first, with one token more for each later submission.
+    """Return the number of prompt tokens plus the number in the order of submission; the lowest comes first.
 
-    So at most as many later sequences overtake a sequence as its prompt has tokens.
+    So a sequence is overtaken by at most as many later ones as its prompt has tokens.
     """
     return driver.n_prompt + driver.number
 
@@ -71,15 +71,15 @@ def virtual_arrival_s(driver: SequenceDriver, schedule: ScheduleOptions) -> floa
 
 
 def head_start_s(options: RunOptions, schedule: ScheduleOptions) -> float:
-    """Return the seconds that a request's priority counts as much as."""
+    """Return how many seconds of waiting a request's priority is worth."""
     return (schedule.ageing_s or DEFAULT_AGEING_S) * (options.priority or 0)
 
 
 class AdmissionQueue:
     """Sequences that wait for a slot: returning ones, the oldest first, then new ones in the policy's order.
 
-    Each chosen slot has a line of its own, so a sequence that waits for a certain slot blocks no other. All lines
-    together have one order.
+    Each chosen slot has its own line, so a sequence that waits for a certain slot blocks no other. One order holds
+    across all lines.
     """
 
     def __init__(self, options: ScheduleOptions) -> None:
@@ -175,7 +175,7 @@ class Deadlines:
         return None
 
     def note_end(self) -> None:
-        """Count an ended sequence. Ended entries are removed many at once, at constant cost for each."""
+        """Count an ended sequence. Ended entries are removed many at a time, so each costs a constant on average."""
         self._n_ended += 1
         if self._n_ended > max(_N_ENDED_MIN, len(self._heap) // 2):
             self._heap = [e for e in self._heap if e[2].finish_reason is None]

@@ -181,7 +181,7 @@ class ContinuousBatchScheduler:
             slot_plan.compact()
 
     def _end_turns(self, slot_plan: SlotPlan) -> None:
-        """Take the slots of sequences past their quantum: chosen slots, and as many others as sequences wait for.
+        """Take slots from sequences past their quantum: those that waiting ones chose, and as many more as are needed.
 
         Cells with a pending shift cannot be saved, so their sequence keeps its slot for one more step.
         """
@@ -226,7 +226,7 @@ class ContinuousBatchScheduler:
         return max(n_rows, min(n_rows_at(d.picture_edges, slot_plan.n_computed(d)) for d in asked))
 
     def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
-        """Return how many cells a step may copy: if others wait, as many as take as long as decoding."""
+        """Return how many cells a step may copy: in a step that decodes, as many as take as long as decoding."""
         n_rows = _n_single(slot_plan.running_then())
         return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
@@ -330,8 +330,8 @@ class ContinuousBatchScheduler:
     def _turn_of(self, prefill: Pending) -> int:
         """Return the sort key of prompts that share a step: fewest tokens before the first output first.
 
-        Prompt tokens computed since the sequence got its slot are subtracted, so at most as many tokens of later
-        prompts pass a prompt as it has itself.
+        Prompt tokens that the engine had computed when the sequence got its slot are added. So a prompt is passed by
+        at most as many tokens of later prompts as it has itself.
         """
         n_before = prefill.driver.n_prompts_before
         return prefill.n + (self._n_prompts if n_before is None else n_before)
@@ -524,7 +524,7 @@ class ContinuousBatchScheduler:
             self.costs.learn_decode(n_rows, busy * later_s / n_later)
 
     def _shift_full_windows(self, plan: Plan) -> None:
-        """Move full windows of requests that ask for it; their cells are removed with the next plan."""
+        """Move full windows of requests that ask for it; the next plan removes the cells of the tokens that leave."""
         for driver in (*plan.rows, *plan.slot_plan.placed):
             if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
                 self.batcher.shift(driver)

@@ -234,7 +234,7 @@ class Pending(NamedTuple):
 
     @property
     def n(self) -> int:
-        """Tokens that exist minus tokens that are computed: those before the next output."""
+        """Number of pending tokens, which are all computed before the next output."""
         return len(self.driver.tokens) - self.start
 
     def n_whole(self, n: int) -> int:
@@ -252,7 +252,7 @@ class Pending(NamedTuple):
         return n_rows_at(self.driver.picture_edges, self.start)
 
     def n_chunk(self, cuts: PromptCuts, room: int) -> int:
-        """Return the tokens of the next chunk if prompts are cut at certain places and `room` tokens fit.
+        """Return the length of the next chunk if prompts are cut as `cuts` says and `room` tokens fit.
 
         Tokens that were computed as rows (output, and the end of a prompt) are recomputed one at a time.
         """
