@@ -236,7 +236,7 @@ class EngineOptions(ScheduleOptions):
             them and the machine's memory would hold the weights three times; otherwise as with "llama": as llama.cpp
             repacks them. "off": as in the file, mapped, so that processes share them.
         use_mmap: map the model's file into memory, where its weights stay as they are in the file.
-        use_mlock: keep the model in memory.
+        use_mlock: lock the weights in memory, so that they are not swapped out.
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
         draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.

@@ -1,4 +1,4 @@
-"""When requests are sent: by clients that wait for their answers, or as they come by chance."""
+"""When requests are sent: by clients that wait for their answers, or at random times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pace:
 
     @classmethod
     def poisson(cls, rate: float, n: int, seed: int) -> Pace:
-        """Return an open loop of `n` arrivals by chance, `rate` a second, the first at once."""
+        """Return an open loop of `n` random arrivals, `rate` a second, the first at once."""
         times = [arrival.at_s for arrival in poisson(rate, n, 1, 1, seed)]
         return cls(arrivals_s=tuple(at_s - times[0] for at_s in times))
 

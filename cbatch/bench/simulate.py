@@ -220,21 +220,32 @@ def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, model=None)
     add = made.add_argument
-    add("--costs", type=Path, help="table of cbatch.bench.step_costs; without, that of *small*")
+    add("--costs", type=Path, help="table of cbatch.bench.step_costs (default: of *small*)")
     add("--slots", type=int, nargs="+", default=[16], help="sequences at once")
     add("--policy", nargs="+", default=["fcfs"], help="policies of the queue")
-    add("--trace", type=Path, help="JSONL file of requests; without, they come by chance")
-    add("--requests", type=int, default=10_000, help="how many come by chance")
-    add("--rate", type=float, help="of them a second; without, by --load")
-    add("--load", type=float, default=0.9, help="rate as a share of what the most slots can do")
+    add("--trace", type=Path, help="JSONL file of requests (default: random ones)")
+    add("--requests", type=int, default=10_000, help="number of random requests")
+    add("--rate", type=float, help="random requests a second (default: by --load)")
+    add(
+        "--load",
+        type=float,
+        default=0.9,
+        help="rate as a share of what the largest of --slots can serve",
+    )
     add("--mean-prompt", type=float, default=64.0, help="prompt tokens of a request")
     add("--mean-output", type=float, default=64.0, help="output tokens of a request")
-    add("--seed", type=int, default=0, help="of chance")
+    add("--seed", type=int, default=0, help="of the random requests")
     add("--window", type=int, default=2048, help="tokens of one slot")
     add("--batch", type=int, default=2048, help="most tokens in a step")
     add("--unified-cells", type=int, help="one pool of this size instead of a window a slot")
-    add("--saved-bytes", type=int, help="bytes of a saved cell; without, lost cells are recomputed")
-    add("--unwatched", action="store_true", help="no reader streams: prompts may hold up decoding")
+    add(
+        "--saved-bytes", type=int, help="bytes of a saved cell (default: lost cells are recomputed)"
+    )
+    add(
+        "--unwatched",
+        action="store_true",
+        help="no reader streams, so prompts may hold up decoding",
+    )
     for name, kind in _SCHEDULE.items():
         policy = f", for --policy {_OF_POLICY[name]}" if name in _OF_POLICY else ""
         add(f"--{name.replace('_', '-')}", type=kind, help=f"as in load{policy}")

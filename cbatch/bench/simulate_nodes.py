@@ -1,7 +1,7 @@
 """A job or a service on many nodes in virtual time: `python -m cbatch.bench.simulate_nodes --nodes 1 10 100`.
 
 A node has slots and a queue; what its steps take comes from a table that `cbatch.bench.step_costs` measured. A job's
-batches are there at once, and nodes fetch them as Ray Data's actors do. Requests of a service come by chance, and are
+batches are there at once, and nodes fetch them as Ray Data's actors do. Requests of a service come at random, and are
 sent to a node as Ray Serve does. Not simulated: networks, storage, and nodes that share a machine.
 """
 
@@ -100,7 +100,7 @@ class NodesReport:
     total_s: Spread
     """Of a batch or request, from its arrival to its end."""
     price_per_million: float
-    """Of a million output tokens, with the price of a node's hour; every node is paid from the beginning to the end."""
+    """Of a million output tokens, by the price of a node for an hour; every node is paid from beginning to end."""
     real_s: float = field(compare=False)
 
 
@@ -286,7 +286,7 @@ class _NodesSimulation:
             self._give(chosen, self._waiting.popleft())
 
     def _chosen(self, task: _Task) -> _Node | None:
-        """Return the node for a request: the less busy of two by chance, or that of its prefix."""
+        """Return the node for a request: the less busy of two random ones, or that of its prefix."""
         up = self.nodes if self._fleet.n_nodes < 3 else self._chance.sample(self.nodes, 2)
         some = [node for node in up if node.is_up] or [n for n in self.nodes if n.is_up]
         least = min(some, key=lambda node: len(node.tasks), default=None)
@@ -337,9 +337,9 @@ def main(words: Sequence[str] | None = None) -> None:
     asked, default = parser(__doc__, model=None), Fleet()
     asked.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100])
     asked.add_argument(
-        "--costs", type=Path, help="table of cbatch.bench.step_costs; without, that of *small*"
+        "--costs", type=Path, help="table of cbatch.bench.step_costs (default: of *small*)"
     )
-    asked.add_argument("--price", type=float, default=1.0, help="of a node's hour")
+    asked.add_argument("--price", type=float, default=1.0, help="of one node for an hour")
     for f in fields(Fleet):
         if f.name not in ("n_nodes", "cost"):
             value, flag = getattr(default, f.name), f.name.removeprefix("n_").removeprefix("has_")

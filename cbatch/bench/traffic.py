@@ -1,4 +1,4 @@
-"""Requests for simulations: drawn by chance, or read from a file."""
+"""Requests for simulations: random ones, or read from a file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Arrival:
 def poisson(
     rate: float, n: int, mean_prompt: float, mean_output: float, seed: int = 0
 ) -> Iterator[Arrival]:
-    """Yield `n` requests that come by chance, `rate` a second (`math.inf`: all at once), of geometric lengths."""
+    """Yield `n` requests that come at random, `rate` a second (`math.inf`: all at once), of geometric lengths."""
     for name, value, low in (
         ("rate", rate, 0.0), ("mean_prompt", mean_prompt, 1.0), ("mean_output", mean_output, 1.0),
     ):  # fmt: skip
@@ -81,7 +81,7 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[Arrival]:
     """Yield the requests of a JSONL file, an `Arrival`'s fields by name in each line; lines are read as needed.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request or comes before the one above it in time; the
+        ConfigError: the file cannot be read, or a line is not a request or comes before the one above it in time; the
             message names file and line.
     """
     try:

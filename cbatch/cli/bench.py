@@ -1,4 +1,4 @@
-"""`cbatch bench`: what an engine does on this machine with this model, beside others."""
+"""`cbatch bench`: measures a model on this machine, compared with other programs."""
 
 import json
 import shutil
@@ -102,7 +102,7 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[
         str | None,
-        _request("Tokens of each prompt besides common ones.", "the workload's", metavar="N[-N]"),
+        _request("Tokens of each prompt after the common ones.", "the workload's", metavar="N[-N]"),
     ] = None,
     output_tokens: Annotated[
         str | None, _request("Tokens of each answer.", "the workload's", metavar="N[-N]")

@@ -1,4 +1,4 @@
-"""`cbatch bench --workload embed,rerank`: embeddings and rerank beside other programs."""
+"""`cbatch bench --workload embed,rerank`: embeddings and rerank, compared with other programs."""
 
 from __future__ import annotations
 

@@ -59,7 +59,11 @@ def daemon(
     ] = None,
     socket: Annotated[
         Path | None,
-        option("--socket", help="Serve clients at this path, one at a time.", default="stdin"),
+        option(
+            "--socket",
+            help="Serve clients at a Unix socket of this path, one at a time.",
+            default="stdin",
+        ),
     ] = None,
     port: Annotated[
         int | None,
@@ -127,7 +131,7 @@ def _serve(
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it.
 
     Raises:
-        ConfigError: the first line, of JSON, was refused, or what came later is no frame; the client was told.
+        ConfigError: the first line, of JSON, was refused, or what came later is not a frame; the client was told.
     """
     head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
     if not head and _peek(source) == b"{":

@@ -56,7 +56,7 @@ def embed(
     pooling: Annotated[
         str | None,
         option(
-            help="How a vector is made of those of tokens: mean, cls or last.",
+            help="How the vectors of tokens become one: mean, cls or last.",
             default="the model's",
             autocompletion=among(POOLINGS),
         ),

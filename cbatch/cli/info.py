@@ -48,7 +48,7 @@ def info(
         bool,
         option(
             "--costs",
-            help="Measure the time of steps, and the prompt budget and width that follow; takes some seconds.",
+            help="Measure how long steps take, and show the best prompt budget and number of rows; takes some seconds.",
         ),
     ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,

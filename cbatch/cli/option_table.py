@@ -42,9 +42,9 @@ ANSWERS = "Answers"
 def option(
     *names: Any, help: str, panel: str | None = None, default: str | None = None, **more: Any
 ) -> Any:
-    """Declare an option for typer; `default` is what the help says where None stands for something.
+    """Declare an option for typer; `default` is what the help shows as the default if that is None in the code.
 
-    The root's help tells how its environment variable is called.
+    The help of `cbatch` itself says how its environment variable is named.
     """
     shown: Any = True if default is None else default
     return typer.Option(
@@ -53,7 +53,7 @@ def option(
 
 
 def in_panel(panel: str | None) -> Callable[..., Any]:
-    """Return what declares an option of a box of the help; its name and flag follow from the parameter's name."""
+    """Return a function that declares an option of a box of the help; its flag follows from the parameter's name."""
 
     def declare(help: str, default: str | None = None, *names: str, **more: Any) -> Any:
         return option(*names, help=help, panel=panel, default=default, **more)
@@ -63,20 +63,20 @@ def in_panel(panel: str | None) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option that a command takes by its name; a list is an option that may be given again.
+    """One option that a command takes by its name; one of a list type may be repeated.
 
     Args:
-        panel: the box of the help that it is in, which also decides where its value goes: `RUN` and `FILES` to
+        panel: the box of the help that shows it; also decides where its value goes: `RUN` and `FILES` to
             `run_file`, `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
-        shown: the default as the help says it, where it is not that of the setting.
-        type: of the value, where it does not follow from the setting.
-        names: "--name" and "-n" where they do not follow from `name`.
+        shown: the default that the help shows, if it is not that of the setting.
+        type: of the value, if it does not follow from the setting.
+        names: "--name" and "-n", if they do not follow from `name`.
         metavar: what the help calls the value.
-        setting: the name of the setting where it is not `name`; empty for what only the command uses.
-        read: makes the setting's value of what was given.
-        callback: does so before anything is checked.
+        setting: the name of the setting, if it is not `name`; empty for an option that only the command uses.
+        read: turns the given value into the setting's.
+        callback: does the same, before anything is checked.
         completion: returns the shell's completions of a partial value; None: the setting's choices, if it has any.
-        owner: the dataclass that has the setting, where the panel does not say it.
+        owner: the dataclass that has the setting, if it is not that of the panel.
     """
 
     panel: str
@@ -97,7 +97,7 @@ class Option:
         default, kind, words = self._of_setting()
         is_flag = kind is bool
         names = self.names or ((f"--{self.name.replace('_', '-')}",) if is_flag else ())
-        # a default number stays with the engine: what is not given is no setting of the run
+        # a default number stays with the engine: what is not given is not a setting of the run
         is_plain_flag = is_flag and not any("/" in name for name in names)
         initial = False if is_plain_flag else default if isinstance(default, str) else None
         shown = self.shown or (str(default) if initial is None and default is not None else None)
@@ -127,13 +127,13 @@ class Option:
 
 
 def named_adapters(given: list[str] | None) -> dict[str, str] | None:
-    """Return files by name; a file without a name is called as it is without folder and ending."""
+    """Return files by name; a file without a name is named after itself, without folder and ending."""
     if not given:
         return None
     pairs = [text.partition("=") if "=" in text else (Path(text).stem, "", text) for text in given]
     files = {name: file for name, _, file in pairs}
     if len(files) < len(pairs):
-        raise ConfigError(f"two adapters have one name: {', '.join(given)}; give NAME=FILE")
+        raise ConfigError(f"two adapters have the same name: {', '.join(given)}; give NAME=FILE")
     return files
 
 
@@ -148,7 +148,7 @@ def model_of(ctx: typer.Context, model: Path | None) -> Any:
 
 
 def shares_of(text: str | None) -> list[float] | None:
-    """Return the numbers of `3,1`."""
+    """Return the numbers in a text such as `3,1`."""
     if text is None:
         return None
     try:
@@ -160,7 +160,7 @@ def shares_of(text: str | None) -> list[float] | None:
 
 
 def template_of(text: str | None) -> str | None:
-    """Return a chat template: a name or Jinja as it is, `@FILE` or the path of a file as what the file holds."""
+    """Return a chat template: a name or Jinja unchanged; for `@FILE` or the path of a file, its content."""
     place = "--chat-template"
     if text is None or text.startswith("@"):
         return text and read_text(place, text[1:])
@@ -171,7 +171,7 @@ def template_of(text: str | None) -> str | None:
 
 
 def parts_of(text: str | None) -> list[str] | None:
-    """Return the parts of `a,b,c`; none of an empty text."""
+    """Return the parts of a text such as `a,b,c`; an empty text has none."""
     if text is None:
         return None
     return [part.strip() for part in text.split(",")] if text.strip() else []
@@ -186,7 +186,7 @@ def template_variables(text: str | None) -> dict[str, Any] | None:
 
 
 def or_none(value: Any) -> Any:
-    """Return None for an absent flag and for an empty list: they say nothing."""
+    """Return None for an absent flag and for an empty list, which both count as not given."""
     return value or None
 
 
@@ -200,7 +200,7 @@ _TYPES: Mapping[Any, type] = {
     check_path: Path,
     file_of: Path,
 }
-"""Types by the checks of settings; every other value is text."""
+"""The type of an option, by the check of its setting; with any other check it is text."""
 
 _run = partial(Option, RUN)
 _file = partial(Option, FILES)
@@ -234,7 +234,7 @@ OPTIONS = (
     _run(
         "ray",
         "Compute on a Ray cluster, with --replicas actors: its address, auto for this machine's, local for a new "
-        "one here. Parquet in; OUT is a folder.",
+        "one here. The input is Parquet, OUT is a folder.",
         "on this machine",
         metavar="ADDRESS",
         setting="",
@@ -337,11 +337,15 @@ OPTIONS = (
     ),
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
-    _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
+    _schedule(
+        "itl_ms",
+        "Target milliseconds of a step that also decodes, instead of --prefill-budget.",
+        "none",
+    ),
     _schedule(
         "speculate",
-        "Where draft tokens come from, if they make answers faster: auto, ngram (the request), "
-        "job (also other answers), draft (the draft model), off; or a fixed number of them, 1 to 7.",
+        "Source of draft tokens, which are used where they make answers faster: auto, ngram (the request), "
+        "job (also other answers), draft (the draft model), off; or 1 to 15: always so many.",
         metavar="WORD|N",
         read=number_or_word,
         completion=among(get_args(Speculate)),
@@ -365,7 +369,11 @@ OPTIONS = (
         "off (as in the file, shared by processes).",
     ),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
-    _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
+    _device(
+        "mlock",
+        "Lock the weights in memory, so that they are not swapped out.",
+        setting="use_mlock",
+    ),
     _device("no_offload_kqv", "Keep the KV cache off the GPU.", setting="offload_kqv", read=not_),
     _device(
         "split_mode",
@@ -375,7 +383,7 @@ OPTIONS = (
     _device("main_gpu", "The GPU of --split-mode none.", "0"),
     _device(
         "tensor_split",
-        "Shares of the GPUs, such as 3,1.",
+        "Share of the model on each GPU, such as 3,1.",
         "by free memory",
         metavar="SHARES",
         read=shares_of,
@@ -414,7 +422,7 @@ OPTIONS = (
     ),
     _model(
         "mmproj",
-        "The model's projector: chats may have pictures or sound then.",
+        "The model's projector, which chats with pictures or sound need.",
         metavar="FILE",
     ),
     _model(
@@ -509,7 +517,7 @@ class Given:
         return {name: value for name, value in named.items() if value is not None}
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return what `cbatch.load` gets, checked as far as it can be without the model."""
+        """Return the settings for `cbatch.load`, checked as far as possible without the model."""
         settings = self.settings(*ENGINE)
         EngineOptions.of(settings)
         return settings
@@ -581,5 +589,5 @@ def one_model(file: Path | None, model: Path | None) -> Path | None:
 
 
 def name_of(model: Path | None) -> str:
-    """Return what to call a model."""
+    """Return what messages call a model."""
     return "the model shipped with cbatch" if model is None else str(model)

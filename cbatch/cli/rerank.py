@@ -14,7 +14,7 @@ from cbatch.files.vector_files import rerank_file
 
 @takes("isolate", "replicas", "json", "quiet", *OF_FILES, *OF_MODEL)
 def rerank(
-    query: Annotated[str, typer.Argument(help="What rows are compared with.")],
+    query: Annotated[str, typer.Argument(help="The text that rows are scored against.")],
     source: Annotated[
         list[str],
         typer.Argument(

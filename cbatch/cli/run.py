@@ -237,7 +237,9 @@ def _check_call(
     if demo and source:
         raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source[0]}")
     if not source and not demo:
-        raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
+        raise cbatch.ConfigError(
+            "give a batch file, or --demo to see what the shipped model can do"
+        )
     if output is None and not demo and needs_output:
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
 

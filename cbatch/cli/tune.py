@@ -49,7 +49,7 @@ def tune(
     model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     minutes: Annotated[
-        float, option(min=0.01, help="After so many minutes nothing new is measured.")
+        float, option(min=0.01, help="Begin no new measurement after so many minutes.")
     ] = 15.0,
     at_once: Annotated[
         int | None, option(min=1, max=4096, help="Requests at once.", default="as many as slots")
