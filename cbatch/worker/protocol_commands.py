@@ -75,7 +75,7 @@ class RunCommand(ProtocolCommand, tag="run"):
     options: Options = None
     stream: Annotated[bool, Meta(description="chunks as they come")] = False
     by_token: Annotated[
-        bool, Meta(description="a chunk for each token, even if it is no text yet")
+        bool, Meta(description="a chunk for each token, even if it has no text yet")
     ] = False
     seconds: Annotated[Seconds | None, Meta(description="time limit of all items")] = None
     age_s: Annotated[Seconds, Meta(description="seconds since the items were submitted")] = 0.0
