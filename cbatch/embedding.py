@@ -153,11 +153,13 @@ def as_text(value: Any) -> BatchPrompt:
     with reading("the text"):
         if isinstance(value, BatchPrompt):
             if value.messages is not None:
-                raise ConfigError("a text to embed is a string or a list of token ids, not a chat")
+                raise ConfigError(
+                    "a text to embed must be a string or a list of token ids, not a chat"
+                )
             return value
         text, listed = text_of(value), list_of(value)
         if text is None and listed is None:
-            raise ConfigError(f"a text is a string or a list of token ids, not {shown(value)}")
+            raise ConfigError(f"a text must be a string or a list of token ids, not {shown(value)}")
         if not text and not listed:
             raise PromptError("the text is empty")
         if text is not None:

@@ -367,7 +367,7 @@ class Engine:
         return self._runtime.text_of(item, settled)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, control tokens written out, U+FFFD for what is no text. Raises as `pieces`."""
+        """Return the text of tokens, control tokens written out, U+FFFD for what is not text. Raises as `pieces`."""
         return b"".join(self.pieces(tokens)).decode("utf-8", "replace")
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
@@ -716,7 +716,7 @@ class Engine:
             return RerankResponse(response, partial(classified, facts=facts, is_raw=is_raw), n_top)
         if is_patient:
             raise ConfigError(
-                "is_patient is for texts, and this model judges documents by requests"
+                "is_patient needs a reranker, and this is a chat model that judges documents: leave is_patient out"
             )
         judge = Judge(self._runtime, facts, settings)
         response = self._text_batch(documents, None, ids, priority, timeout_s, judge.prompt)
@@ -913,7 +913,7 @@ def _weakly(method: Callable[[], T]) -> Callable[[], T]:
     def call() -> T:
         alive = held()
         if alive is None:
-            raise EngineClosedError("the engine was dropped")
+            raise EngineClosedError("the engine no longer exists: keep a reference to it")
         return alive()
 
     return call

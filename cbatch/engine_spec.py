@@ -174,7 +174,7 @@ def _path(model: object) -> str | None:
             path = check_path("model", model)
             return path if is_hub_name(path) else os.path.abspath(path)
     raise ConfigError(
-        f"an EngineSpec needs a model's path, not {type(model).__name__}: that object stays in this process"
+        f"an EngineSpec needs a model's path, not {type(model).__name__}: that object cannot be sent to another process"
     )
 
 

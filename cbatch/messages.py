@@ -194,13 +194,13 @@ _MEDIA_ROLES = ("user", "tool")
 
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
 _NO_ROW = (
-    "a mapping is no prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
+    "a mapping is not a prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
     "run_table of cbatch.files"
 )
 
 _NO_MESSAGE = (
-    "a mapping with messages, prompt or tokens is no message: an item is a text, a list of messages or a BatchPrompt; "
-    "give BatchPrompt(**item) for each"
+    "a mapping with messages, prompt or tokens is not a message: an item is a text, a list of messages or a "
+    "BatchPrompt; give BatchPrompt(**item) for each"
 )
 
 
@@ -229,7 +229,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_batch(prompts: object) -> None:
-    """Refuse an iterable that is no collection of prompts."""
+    """Refuse an iterable that is not a collection of prompts."""
     if isinstance(prompts, Set) and not isinstance(prompts, MappingView):
         raise ConfigError(
             "prompts is a set, and results come in the order of the prompts: give a list"

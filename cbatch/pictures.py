@@ -96,7 +96,7 @@ def _file_of(place: str, image: object) -> bytes:
         try:
             image = Image.fromarray(image)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"{place} has an array that is no picture: {error}") from None
+            raise ConfigError(f"{place} has an array that is not a picture: {error}") from None
     if not hasattr(image, "save"):
         raise ConfigError(
             f"{place} has an image of type {type(image).__name__}: give a pathlib.Path, the bytes of a file, a PIL "

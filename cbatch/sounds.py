@@ -44,7 +44,7 @@ def base64_part(data: str, format: str | None = None) -> dict[str, Any]:
 
 
 def data_part(url: str) -> dict[str, Any]:
-    """Return what a data URL has as the part of a message; what is no base64 is refused when it is read."""
+    """Return what a data URL has as the part of a message; what is not base64 is refused when it is read."""
     return base64_part(url.partition(",")[2])
 
 
@@ -102,8 +102,8 @@ def _part_of(place: str, audio: object) -> dict[str, Any]:
     samples = np.asarray(audio)
     if samples.ndim != 1 or samples.dtype.kind != "f":
         raise ConfigError(
-            f"{place} has an array of shape {samples.shape} of {samples.dtype}, which is no sound: give one of shape "
-            "(n_samples,) of float32"
+            f"{place} has an array of shape {samples.shape} of {samples.dtype}, which is not a sound: give one of "
+            "shape (n_samples,) of float32"
         )
     data = samples.astype("<f4").tobytes()
     _check_size(place, len(data))

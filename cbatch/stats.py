@@ -311,7 +311,7 @@ class EngineStats:
 
 
 def _slower(own: Any, more: Any) -> Any:
-    """Return what steps cost in the slower of two engines: costs of several are no sum."""
+    """Return what steps cost in the slower of two engines: costs of several are not added up."""
     if isinstance(own, dict):
         return {key: max(own.get(key, 0.0), more.get(key, 0.0)) for key in {**own, **more}}
     return max(own, more)

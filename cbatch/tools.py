@@ -304,7 +304,7 @@ def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_parameters(place: str, schema: Mapping[str, Any]) -> None:
-    """Raise the `ConfigError` of a schema in which what calls are written by is no JSON schema."""
+    """Raise the `ConfigError` of a schema in which what calls are written by is not JSON schema."""
     types, required = schema.get("type", "object"), schema.get("required", [])
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ConfigError(f"{place} must have the type object, not {shown(types)}")

@@ -39,7 +39,7 @@ _IN = (".", "lib", "lib64", "bin")
 """Folders of a named one that may have the library: of a build, of an installation, of a wheel."""
 
 _NO_RENAMED_BACKENDS = ("libggml-base-", "libggml-cpu-")
-"""The first is no backend; the others have scores, by which ggml chooses one."""
+"""The first is not a backend; the others have scores, by which ggml chooses one."""
 
 _BACKENDS_IN = (".", "backends", "ggml", "../bin", "../lib", "../backends")
 """Folders that may have the backends of a library, seen from its own."""
@@ -198,7 +198,7 @@ def _ending(code: int) -> str:
 
 
 def _other_machine(file: Path) -> str:
-    """Return why a file is no library for this Python, by the headers of both; else nothing."""
+    """Return why a file is not a library for this Python, by the headers of both; else nothing."""
     try:
         with open("/proc/self/exe", "rb") as python, file.open("rb") as library:
             ours, theirs = python.read(20), library.read(20)

@@ -200,7 +200,7 @@ class Shape:
         )
 
     def _rows(self) -> Iterator[tuple[bool, str]]:
-        """What the quantisers refuse: rows that are no multiple of what is quantised together.
+        """What the quantisers refuse: rows that are not a multiple of what is quantised together.
 
         llama.cpp gives a matrix of such rows another type, and a file is not of its type where that befalls all.
         """

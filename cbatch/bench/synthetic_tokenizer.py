@@ -186,7 +186,7 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
         n_vocab: how many tokens there shall be: those that the file has not are unused ones.
 
     Raises:
-        ConfigError: it is no GGUF file, is damaged, or has no vocabulary; or it has more tokens than `n_vocab`.
+        ConfigError: it is not a GGUF file, is damaged, or has no vocabulary; or it has more tokens than `n_vocab`.
     """
     try:
         header = read_header(path, "give a .gguf file that has a vocabulary")

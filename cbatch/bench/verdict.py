@@ -1,4 +1,4 @@
-"""Whether a round's answers may count: a rate of broken answers is no rate."""
+"""Whether a round's answers may count: a rate of broken answers is not a rate."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def read_requests(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Chain
     """Return the requests of a JSONL file: `{"prompt", "max_tokens"}`, an "id" and options of a request if wanted.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request; the message names file and line.
+        ConfigError: the file cannot be read, or a line is not a request; the message names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

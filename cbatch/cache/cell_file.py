@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Fingerprint: TypeAlias = Mapping[str, str]
 """What the cells depend on, such as the model's digest and the types of keys and values; errors show the names."""
 
-_MAGIC = b"\x93CBCELLS"  # the first byte is no text in any encoding that is common
+_MAGIC = b"\x93CBCELLS"  # the first byte is not text in any encoding that is common
 _VERSION, _VERSION_WITH_CHECKPOINT = 1, 2
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _N_DIGEST = hashlib.sha256().digest_size

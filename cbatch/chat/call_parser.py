@@ -68,7 +68,7 @@ class UnfinishedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A part of an answer that is no text: calls, or a mark around the text."""
+    """A part of an answer that is not text: calls, or a mark around the text."""
 
     start: int
     end: int
@@ -366,7 +366,7 @@ def _call(name: object, arguments: Any) -> ParsedCall:
         arguments, _ = _decode(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
-    name.encode()  # half of a surrogate pair is no name: UnicodeEncodeError is a ValueError
+    name.encode()  # half of a surrogate pair is not a name: UnicodeEncodeError is a ValueError
     text = json.dumps(arguments, ensure_ascii=False)
     try:
         text.encode()

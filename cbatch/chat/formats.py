@@ -303,7 +303,7 @@ class AnswerFormat:
         thinking: the marks around thinking, if the template has them.
         calls: how calls are parsed; None for bare JSON alone.
         syntax: how calls are written where they are demanded.
-        response: the marks around the text of an answer, which are no part of it.
+        response: the marks around the text of an answer, which are not part of it.
         has_channels: whether an answer is messages in channels, as in gpt-oss.
     """
 

@@ -42,7 +42,7 @@ def token_as_json(token: TokenLogprob | None) -> dict[str, object] | None:
 
 
 def token_text(token: TokenLogprob) -> str:
-    """Return a token's text, or its bytes where they are no whole characters, as OpenAI's API writes them."""
+    """Return a token's text, or its bytes where they are not whole characters, as OpenAI's API writes them."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

@@ -51,7 +51,7 @@ def call_grammar(
     Thinking has `n_thought` tokens at most, where that is a number.
 
     Raises:
-        UnsupportedOptionError: answers come in channels, or thinking is to be limited whose marks are no tokens.
+        UnsupportedOptionError: answers come in channels, or thinking is to be limited whose marks are not tokens.
         ConfigError: the parameters of a tool are not the schema of an object.
     """
     if format.has_channels:
@@ -223,7 +223,7 @@ def budget_grammar(
     """Return the grammar of any answer whose thinking has at most `n_tokens` tokens between its marks.
 
     Raises:
-        UnsupportedOptionError: a mark is no token.
+        UnsupportedOptionError: a mark is not a token.
     """
     begin, _ = tokens = mark_tokens(marks, named_token)
     thought = limited(tokens, n_tokens)
@@ -245,7 +245,7 @@ def limited(marks: tuple[int, int], n_tokens: int) -> str:
 
 
 def mark_tokens(marks: tuple[str, str], named_token: NamedToken) -> tuple[int, int]:
-    """Return the tokens of the marks. Raises an `UnsupportedOptionError` where one is no token."""
+    """Return the tokens of the marks. Raises an `UnsupportedOptionError` where one is not a token."""
     begin, end = map(named_token, marks)
     if begin is None or end is None:
         words = f"{' and '.join(marks)}, the marks of thinking in this chat template, are not one token each"

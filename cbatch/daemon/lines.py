@@ -70,7 +70,7 @@ class Output(Protocol):
         """Write a frame for each token."""
 
     def mark(self, id: int, value: int) -> None:
-        """Write a frame that is no token."""
+        """Write a frame that is not a token."""
 
     def say(self, text: str, id: int = 0) -> None:
         """Write a line of text."""

@@ -140,7 +140,7 @@ class FrameOutput:
         self._frames.write(b"".join(frame(id, t, is_tagged=self._is_tagged) for t in tokens))
 
     def mark(self, id: int, value: int) -> None:
-        """Write a frame that is no token."""
+        """Write a frame that is not a token."""
         self._frames.write(frame(id, value, is_tagged=self._is_tagged))
 
     def say(self, text: str, id: int = 0) -> None:

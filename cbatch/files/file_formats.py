@@ -55,7 +55,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     """Return a file's format, None for an empty file, and rewind the file.
 
     With a template JSON objects are rows and no requests. ConfigError where the format cannot be told, or a columnar
-    file is no plain file.
+    file is not a regular file.
     """
     format = SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
     if format == "npy":

@@ -156,7 +156,7 @@ def _frame(table: Any) -> _PandasFrame | _PolarsFrame | _ArrowFrame:
         return _ArrowFrame(table, pyarrow)
     lazy = " (collect it)" if callable(getattr(table, "collect", None)) else ""
     raise ConfigError(
-        "a table is a pandas.DataFrame, a polars.DataFrame or a pyarrow.Table, "
+        "a table must be a pandas.DataFrame, a polars.DataFrame or a pyarrow.Table, "
         f"not {type(table).__module__.partition('.')[0]}.{type(table).__name__}{lazy}"
     )
 

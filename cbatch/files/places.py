@@ -25,7 +25,7 @@ def is_dash(path: str | Path) -> bool:
 
 
 def file_of(name: str, value: object) -> Path:
-    """Return the path of a file, or `-`, with the home for `~`; ConfigError where the value is no path."""
+    """Return the path of a file, or `-`, with the home for `~`; ConfigError where the value is not a path."""
     with reading(name):
         path = Path(check_path(name, value))
     _check_name(path)

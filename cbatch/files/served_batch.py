@@ -106,7 +106,7 @@ Ask: TypeAlias = Callable[[dict[str, Any]], Question | ServedReply]
 
 @dataclass(frozen=True, slots=True)
 class LineProblem:
-    """Why a line is no request of the batch."""
+    """Why a line is not a request of the batch."""
 
     line: int
     error: ItemError
@@ -119,7 +119,7 @@ class Checked:
     Args:
         n_items: lines that are not blank.
         model: the name that all lines give; "" where they give none.
-        problems: of lines that are no requests, the first ones.
+        problems: of lines that are not requests, the first ones.
     """
 
     n_items: int
@@ -245,7 +245,7 @@ class _RequestLines:
     def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
         self._file = InputFile(str(path), max_line_bytes)
         if path.exists() and not self._file.is_regular:  # a pipe's end may never come
-            raise FilesChangedError(f"{path}: is no file")
+            raise FilesChangedError(f"{path}: is not a regular file")
         self._items = reader.items(self._file, 0)
 
     def __iter__(self) -> Iterator[Item]:
@@ -405,7 +405,7 @@ _id_of = msgspec.json.Decoder(_Named).decode
 
 
 def _keep_whole_lines(path: Path, check: Check) -> int:
-    """Remove what is no line of ours from a file of answers or errors; return the lines that stay."""
+    """Remove what is not a line of ours from a file of answers or errors; return the lines that stay."""
     n_lines = 0
     if path.is_file():
         with path.open("rb") as lines, durable.whole(path) as part, part.open("wb") as kept:

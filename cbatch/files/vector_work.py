@@ -55,7 +55,7 @@ class VectorEngine:
         """Take an engine.
 
         Args:
-            settings: of `Engine.embed`, for texts that are no calls.
+            settings: of `Engine.embed`, for texts that are not calls.
             is_dry: whether reading the next prompt may wait: then no group waits for more.
             is_patient: of `Engine.embed` and `rerank`, for all calls.
         """

@@ -29,7 +29,7 @@ N_AT_ONCE_PER_SLOT = 2
 """Threads of `batch` for each slot: two keep 15.5 of 16 slots busy, LangChain's own number 5.5."""
 
 HOSTS_OWN = ("run_manager", "stream")
-"""Arguments that LangChain gives and that are no options: its callbacks, and whether `invoke` streams."""
+"""Arguments that LangChain gives and that are not options: its callbacks, and whether `invoke` streams."""
 
 
 class ChatCbatch(BaseChatModel):
@@ -52,7 +52,7 @@ class ChatCbatch(BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _take_options(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Take every argument that is no field as an option, and check the options."""
+        """Take every argument that is not a field as an option, and check the options."""
         own = {name: given[name] for name in given.keys() & cls.model_fields.keys()}
         more = {name: given[name] for name in given.keys() - own.keys()}
         options = {**own.get("options", {}), **more}

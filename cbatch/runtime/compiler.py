@@ -140,7 +140,7 @@ class Compiler:
             return compile(want)
         except GrammarError as error:
             return error
-        except BaseException as error:  # a panic of the compiler is no Exception
+        except BaseException as error:  # a panic of the compiler is not an Exception
             kind = want.kind if isinstance(want, Grammar) else "dry_sequence_breakers"
             failure = GrammarError(kind, f"it could not be compiled: {error}")
             failure.__cause__ = error

@@ -65,7 +65,7 @@ _N_LONG_SAMPLES = 2**23
 """Samples of all channels, by a sound's file, above which it is long: an MP3 file of that size has as many."""
 
 _N_VALUE = 16
-"""Characters that a value counts for that is no text."""
+"""Characters that a value counts for that is not text."""
 
 _GATHER_S = 0.004
 """Prompts tokenized within this time of the first are given together, so that they can share a step."""
@@ -371,7 +371,7 @@ class _Lane(Generic[_Item]):
 
 
 def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
-    raise RuntimeError("the lanes have not begun")
+    raise RuntimeError("internal error: PromptLanes was used before begin()")
 
 
 def _is_long(request: Request) -> bool:

@@ -55,7 +55,7 @@ class Judge:
         """
         text = document.prompt
         if text is None:
-            raise PromptError("a document to rerank is a string, not token ids")
+            raise PromptError("a document to rerank must be a string, not token ids")
         made, n_limit = self._prompt(text), self._runtime.n_window - _N_ANSWER
         if self._settings.truncate is not None:
             made = self._cut(text, made, n_limit)

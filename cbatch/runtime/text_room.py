@@ -511,7 +511,7 @@ class Texts:
         vocab, prompt = self._backend.vocab, text.prompt
         if prompt.tokens is not None:
             if settings.prefix:
-                raise PromptError("an instruction is put before a string, not before token ids")
+                raise PromptError("instruction needs a text as a string, not as token ids")
             check_in_vocab(prompt.tokens, vocab)
             tokens, added = tuple(prompt.tokens), (0, 0)
         else:
@@ -533,7 +533,7 @@ class Texts:
         vocab, settings = self._backend.vocab, text.settings
         document = text.prompt.prompt
         if document is None:
-            raise PromptError("a document to rerank is a string, not token ids")
+            raise PromptError("a document to rerank must be a string, not token ids")
         tokens = vocab.tokenize_pair(query, document, settings.instruction)
         if len(tokens) > n_most and settings.truncate is None:
             raise TextTooLongError(len(tokens), n_most)

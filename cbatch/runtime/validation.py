@@ -114,7 +114,7 @@ def _check_scoring(options: RunOptions, backend: Backend) -> None:
 
 
 def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
-    """Refuse options that are for chats alone, or for prompts that are no chats, or that the template cannot do."""
+    """Refuse options that are for chats alone, or for prompts that are not chats, or that the template cannot do."""
     if options.echo and prompt.messages is not None:
         raise ConfigError(
             "echo is for prompts of text or tokens, but this prompt has messages: leave echo out; prompt_logprobs "

@@ -43,7 +43,7 @@ class MessagesCall(Call):
         return cls(asked, [prompt])
 
     def see_facts(self, facts: ModelFacts) -> None:
-        """See what the model is: where its thinking cannot be limited, the limit is ignored by name."""
+        """See what the model is: where its thinking cannot be limited, the limit is ignored."""
         super().see_facts(facts)
         asked = self.asked
         if asked.fields.get("thinking_budget") == "thinking" and not facts.limits_thinking:
@@ -214,7 +214,7 @@ def _usage(result: BatchResult) -> dict[str, Any]:
 
 
 def _tokens(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
-    """Return tokens as Anthropic counts them: those of a cache are no input."""
+    """Return tokens as Anthropic counts them: those of a cache are not input."""
     return {
         "input_tokens": n_prompt - n_cached,
         "cache_creation_input_tokens": 0,

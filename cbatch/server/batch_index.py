@@ -64,7 +64,7 @@ _ENDINGS = ("", "-wal", "-shm", "-journal")
 """Suffixes of SQLite's files."""
 
 _DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError, IsADirectoryError)
-"""Errors of a file that is no index; the second comes when SQLite quotes its text."""
+"""Errors of a file that is not an index; the second comes when SQLite quotes its text."""
 
 _NOT_DAMAGED = ("locked", "full", "I/O", "unable to open")
 """Words of SQLite's errors that do not mean a damaged file."""

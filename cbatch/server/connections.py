@@ -51,7 +51,7 @@ _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]+")
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
-    HTTPStatus.METHOD_NOT_ALLOWED: "this is no proxy",
+    HTTPStatus.METHOD_NOT_ALLOWED: "this server is not a proxy",
     HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
 }
 
@@ -129,7 +129,7 @@ class Chunks:
 
 
 class GuardedProtocol(_Parser):
-    """A connection that uvicorn reads, within limits; what is no HTTP is told in JSON.
+    """A connection that uvicorn reads, within limits; what is not HTTP is told in JSON.
 
     It reads one request at a time: bytes behind a request wait, unread, until that one is answered.
     It begins TLS itself: where the event loop does, a connection counts only after its handshake.
@@ -342,7 +342,7 @@ class GuardedProtocol(_Parser):
             self.cycle.more_body = False  # also where it was answered before
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""
+        """Refuse what is not HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""
         hint = getattr(sys.exc_info()[1], "error_status_hint", HTTPStatus.BAD_REQUEST)
         self._refuse(HTTPStatus(hint), _WHY.get(hint, "it is not HTTP"))
 
@@ -373,7 +373,9 @@ class GuardedProtocol(_Parser):
         """End the connection; its client is told why, unless an answer is on its way."""
         has_begun = self.cycle is not None and self.cycle.response_started
         if not has_begun or (self._is_between and not self._is_left_over):
-            problem = HttpProblemError(status, f"this is no request: {why}", "invalid_http")
+            problem = HttpProblemError(
+                status, f"this is not a valid request: {why}", "invalid_http"
+            )
             self.transport.write(_whole(problem))
         _log.tell("broken http", status=status.value, why=why)
         self.transport.close()

@@ -353,7 +353,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     """Return the object of a JSON text.
 
     Raises:
-        HttpProblemError: no JSON object, nested too deeply, or with text that is no Unicode.
+        HttpProblemError: no JSON object, nested too deeply, or with text that is not Unicode.
     """
     try:
         text = data.decode()

@@ -181,7 +181,7 @@ def _bad_host(hosts: list[bytes], scope: Scope) -> str | None:
     if not hosts and scope.get("http_version") == "1.1":
         return "it has no Host header"
     if hosts and _HOST.fullmatch(hosts[0].decode("latin-1").strip(" \t")) is None:
-        return "its Host header is no name or address with a port"
+        return "its Host header is not a name or address, with or without a port"
     return None
 
 

@@ -48,7 +48,7 @@ _NEEDED = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
 """Tokens that a model needs for infill."""
 
 _OF_EDITORS = ("t_max_prompt_ms", "t_max_predict_ms", "n_indent")
-"""Limits that editors send with each request. They would only shorten answers, so they are ignored by name."""
+"""Limits that editors send with each request. They would only shorten answers, so they are ignored."""
 
 _N_NEAR = 2048
 """Most tokens of text around the gap, three quarters of them before it. Source: llama.cpp's default of `n_batch`."""

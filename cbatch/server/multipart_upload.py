@@ -33,7 +33,7 @@ class Upload:
     """
 
     def __init__(self, content_type: bytes, write: Callable[[bytes], object]) -> None:
-        """Take the header `content-type`, and what takes the file. Raises a `HttpProblemError` if it is no form."""
+        """Take the header `content-type`, and what takes the file. Raises a `HttpProblemError` if it is not a form."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             message = "content-type must be multipart/form-data with a boundary"

@@ -9,7 +9,7 @@ import httptools
 
 
 class TunnelError(httptools.HttpParserError):
-    """A request for a tunnel: what follows it is no HTTP."""
+    """A request for a tunnel: what follows it is not HTTP."""
 
     error_status_hint = HTTPStatus.METHOD_NOT_ALLOWED
 

@@ -127,7 +127,7 @@ class _StreamOptions(Struct, frozen=True):
 
 
 class CommonFields(Struct, frozen=True):
-    """What every dialect reads, and is no option."""
+    """What every dialect reads, and is not an option."""
 
     model: Name | None = None
     stream: bool = False
@@ -264,7 +264,7 @@ def _sorted(
 
 
 def _ignore(asked: RequestFields, name: str, value: Any, *, is_strict: bool) -> None:
-    """Ignore a field by name, or refuse one that would change the answer."""
+    """Ignore and list a field, or refuse one that would change the answer."""
     if name not in asked.dialect.ignored and _is_unknown(name, value, is_strict=is_strict):
         if is_strict:
             raise unknown_field(name, asked.names)

@@ -215,7 +215,7 @@ def _others(said: ResponsesBody) -> Options:
 
 
 def _tools(said: ResponsesBody, ignored: list[str]) -> Options:
-    """Return tools and their choice; those that are no functions are ignored by name."""
+    """Return tools and their choice; those that are not functions are ignored."""
     found: Options = {}
     keys = ("name", "description", "parameters")
     functions = []
@@ -236,7 +236,7 @@ def _tools(said: ResponsesBody, ignored: list[str]) -> Options:
 
 
 def _nested(choice: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Return a tool choice in the form of chats; allowed tools that are no functions are ignored by name."""
+    """Return a tool choice in the form of chats; allowed tools that are not functions are ignored."""
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     tools = choice.get("tools")

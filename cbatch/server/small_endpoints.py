@@ -251,7 +251,7 @@ async def _tokens(
 
 
 def _with_piece(told: tuple[int, bytes]) -> dict[str, Any]:
-    """Return a token with its text, or with its bytes as numbers where they are no whole characters."""
+    """Return a token with its text, or with its bytes as numbers where they are not whole characters."""
     token, piece = told
     try:
         return {"id": token, "piece": piece.decode()}

@@ -92,7 +92,7 @@ def given_only(value: Any) -> str:
 
 
 def name_of(given: object) -> str:
-    """Return the name of an option, or how an error shows what is no text."""
+    """Return the name of an option, or how an error shows what is not text."""
     name = text_of(given)
     return shown(given) if name is None else name
 

@@ -13,7 +13,7 @@ from cbatch.errors import ConfigError
 def file_bytes(what: str, value: object, check_size: Callable[[int], object]) -> bytes | None:
     """Return bytes as they are, and those of the file at a `Path`; None for any other value.
 
-    Text is no path: it could come from a file of prompts, or from the network.
+    Text is not a path: it could come from a file of prompts, or from the network.
 
     Args:
         what: names the value in errors, such as "messages[0] has a picture".
@@ -32,7 +32,7 @@ def file_bytes(what: str, value: object, check_size: Callable[[int], object]) ->
         path = Path(os.fspath(value))
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
-            raise ConfigError(f"{what} that cannot be read: {path} is no plain file")
+            raise ConfigError(f"{what} that cannot be read: {path} is not a regular file")
         check_size(found.st_size)
         return path.read_bytes()
     except ConfigError:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FIRST_PICTURE = 2**32
-"""The least id that is no token of a vocabulary."""
+"""The least id that is not a token of a vocabulary."""
 
 N_ROWS_MAX = 2**20
 """Ids that each picture or sound has: more than one has rows."""

@@ -137,7 +137,7 @@ def prove(
     tell("the probe")
     said = describe_model(path, options, asks_probe=True)
     if not said["can_generate"]:
-        raise UnsupportedTaskError("generate", "what is proven is that answers are exact")
+        raise UnsupportedTaskError("generate", "verify proves that answers are exact")
     settled = EngineOptions(
         parallel=parallel,
         exact=True,

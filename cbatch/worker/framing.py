@@ -112,7 +112,7 @@ def read_frames(
         is_whole: whether a last frame that is cut off is an error; else it is left out.
 
     Raises:
-        ConfigError: a frame of more than `n_max` bytes, or what is no frame, whose length may never come.
+        ConfigError: a frame of more than `n_max` bytes, or what is not a frame, whose length may never come.
     """
     while head := source.read(_HEAD.size):
         if len(head) == _HEAD.size:

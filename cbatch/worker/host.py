@@ -517,7 +517,7 @@ class _WrongCommand(Struct):
 
     @property
     def number(self) -> int | str | None:
-        """What the answer is told by; None where it is no number of a command."""
+        """What the answer is told by; None where it is not a number of a command."""
         return self.n if type(self.n) in (int, str) else None
 
 

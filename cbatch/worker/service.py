@@ -165,7 +165,7 @@ def serve(
         said: lines of the log that the client gets first.
 
     Raises:
-        ConfigError: what came is no frame, and ended the input; the client was told.
+        ConfigError: what came is not a frame, and ended the input; the client was told.
     """
     frames = FrameSink(sink, hello.frames)
     try:

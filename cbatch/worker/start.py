@@ -254,7 +254,9 @@ def connect(
     elif isinstance(address, str) and address:
         opener = partial(_reach, address)
     else:
-        raise ConfigError(f"address is the path of a socket or 'host:port', not {shown(address)}")
+        raise ConfigError(
+            f"address must be the path of a socket or 'host:port', not {shown(address)}"
+        )
     engine = Engine(options=options, opener=opener, model_name=address or "")
     try:
         engine.open()

@@ -460,5 +460,5 @@ def heard_result(
     if number is None:
         return found
     if type(number) is not int:
-        raise ConfigError(f"the origin of a result is a number, not {shown(number)}")
+        raise ConfigError(f"the origin of a result must be a number, not {shown(number)}")
     return replace(found, origin=origin_of(found, number))

@@ -96,7 +96,9 @@ def test_report_and_trace_replace_nothing_foreign_unless_forced(
     place = source.with_name("place")
     place.write_text(content)
     more: dict[str, Any] = {"engine": engine, name: place}
-    with pytest.raises(ConfigError, match=f"place: exists and is no {name} of cbatch: .*--force"):
+    with pytest.raises(
+        ConfigError, match=f"place: exists and is not a {name} of cbatch: .*--force"
+    ):
         run_file(source, source.with_name("out"), **more)
     assert place.read_text() == content
     assert not source.with_name("out").exists()
@@ -111,7 +113,7 @@ def test_report_and_trace_replace_those_of_an_earlier_run(engine: Engine, source
     for _ in range(2):
         assert run_file(source, source.with_name("out"), engine=engine, **more).is_complete
     more["report"], more["trace"] = more["trace"], more["report"]
-    with pytest.raises(ConfigError, match="is no report of cbatch"):
+    with pytest.raises(ConfigError, match="is not a report of cbatch"):
         run_file(source, source.with_name("out"), engine=engine, **more)
 
 

@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[bytes, set[int], str]] = {
     ),
     "two lengths": (HEAD + b"content-length: 2\r\n" + BODY + b"\r\n", {400, 501}, "invalid_http"),
     "key in a trailer": (HEAD + BODY + b"x-api-key: k\r\n\r\n", {401}, "invalid_api_key"),
-    "tunnel": (CONNECT + INNER, {405}, "this is no request: this is no proxy"),
+    "tunnel": (CONNECT + INNER, {405}, "this is not a valid request: this server is not a proxy"),
 }
 """What is sent; the statuses, as the parser has them; and words of the answer."""
 

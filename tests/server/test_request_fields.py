@@ -1,4 +1,4 @@
-"""Fields by names and values of other servers: done in every dialect, or refused by name."""
+"""Fields by names and values of other servers: done in every dialect, or refused."""
 
 from __future__ import annotations
 

@@ -456,7 +456,7 @@ def test_rows_that_come_one_by_one_are_refused_before_they_are_read() -> None:
         (frozenset("ab"), "a set, and results come in the order"),
         ({"a": "b"}, "not dict"),
         (UserDict(a="b"), "not UserDict"),
-        ([{"prompt": "a"}, "b"], r"prompts\[0\]: a mapping is no prompt.*BatchPrompt\(\*\*it\)"),
+        ([{"prompt": "a"}, "b"], r"prompts\[0\]: a mapping is not a prompt.*BatchPrompt\(\*\*it\)"),
         ({"a": "b"}.items(), r"prompts\[0\]: messages\[0\] must be a mapping"),
         (np.array([[1, 2], [3, 4]]), r"prompts\[0\]: these are numbers"),
         (np.array([1, 2]), r"prompts\[0\]: these are numbers"),

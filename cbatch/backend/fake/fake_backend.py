@@ -327,7 +327,7 @@ class FakeBackend:
         return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
-        """Keep cells that were saved elsewhere; data that is no whole number of cells holds none."""
+        """Keep cells that were saved elsewhere; data that is not a whole number of cells holds none."""
         self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
         self._kv.n_said[key] = n_cells
 

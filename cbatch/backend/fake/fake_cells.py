@@ -113,11 +113,11 @@ class FakeCells:
             slot,
             n_kept,
             _,
-        ) in plan.shifts:  # in a pool, cells that other slots have too would move as well
+        ) in plan.shifts:  # in a pool, cells that other slots share would move as well
             others = set[int]().union(*(s for i, s in enumerate(self._numbers) if i != slot))
             is_copied = self._is_unified and any(slot in c[:2] for c in plan.copies)
             if is_copied or not others.isdisjoint(self._numbers[slot][n_kept:]):
-                raise PlanError(f"slot {slot} cannot shift cells that other slots have too: {plan}")
+                raise PlanError(f"slot {slot} cannot shift cells that other slots share: {plan}")
 
 
 class History:

@@ -234,7 +234,7 @@ class FakeGrammars:
         try:
             made = FakeConstraint(*map(int, grammar.text.split(":")))
             if made.parity not in (0, 1):
-                raise ValueError(f"{made.parity} is no parity")
+                raise ValueError(f"{made.parity} is not a parity")
             return made
         except (TypeError, ValueError) as error:
             raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error

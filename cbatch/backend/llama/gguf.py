@@ -88,10 +88,10 @@ def read_header(path: Path, way_out: str) -> Header | None:
     """Return what a file says of itself; None if its format is newer than this reader, for llama.cpp to decide.
 
     Args:
-        way_out: what to do where it is no GGUF file: the end of a sentence.
+        way_out: what to do where it is not a GGUF file: the end of a sentence.
 
     Raises:
-        DamagedError: it cannot be read, or is no whole header of a GGUF file.
+        DamagedError: it cannot be read, or is not a whole header of a GGUF file.
     """
     try:
         mode = path.stat().st_mode

@@ -52,7 +52,7 @@ _QUICK_S = 0.5
 """What ordinary grammars take at most; one with 400 properties takes 0.3 s. Measured."""
 
 _SPECIAL = b"\xff"
-"""Marks a token that is no text: grammars can only name it. Source: llguidance, toktrie."""
+"""Marks a token that is not text: grammars can only name it. Source: llguidance, toktrie."""
 
 
 class LlamaGrammars:
@@ -173,7 +173,7 @@ def find_problem(sandbox: Sandbox, source: str, within_s: float | None = None) -
 def make_tokenizer(model: LlamaModel) -> Any:
     """Return llguidance's tokenizer for a model's tokens; it uses the model's vocabulary, so free it first.
 
-    A token whose text is not part of answers is no text for grammars either.
+    A token whose text is not part of answers is not text for grammars either.
     """
     import llguidance
 
@@ -275,7 +275,7 @@ def _first_problem(constraint: Constraint) -> str:
 _LEAST = -(2**63) + 1024
 """The next float below is -2^63, by which llguidance 1.9.1 overflows its stack. Measured."""
 _MOST = 2**63 - 1
-"""It is read as 2^63 and clipped to itself; any other number that is no float becomes another number."""
+"""It is read as 2^63 and clipped to itself; any other number that is not a float becomes another number."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NOTES = ("default", "examples", "example", "title", "description", "$comment")
@@ -288,7 +288,7 @@ def find_bad_number(grammar: Grammar) -> str:
     """Return why llguidance would misread a number in a grammar's schemas; empty where it reads all exactly.
 
     Raises:
-        ValueError, RecursionError: a schema is no JSON.
+        ValueError, RecursionError: a schema is not JSON.
     """
     for schema in _schemas(grammar):
         for key, number in _numbers(schema):

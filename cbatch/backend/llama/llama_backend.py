@@ -251,7 +251,7 @@ class LlamaBackend:
         """Take pictures in chats from now on, by a projector's file; it is freed with the backend.
 
         Raises:
-            ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
+            ModelLoadError: the file is not a projector of this model, or of a kind that is not supported.
             ConfigError: Pillow is not installed.
         """
         self.projector = projector = Projector(
@@ -276,7 +276,7 @@ class LlamaBackend:
             self._runner.renew()
         except PlanError as error:  # sizes that it was made with before: the stepper's memory
             self._free()
-            raise ModelLoadError(f"a context could not be rebuilt: {error}") from error
+            raise ModelLoadError(f"the context could not be rebuilt: {error}") from error
         self._cells.renew(self.ctx)
         if self.short_pool is not None:
             self.short_pool.clear()
@@ -562,7 +562,7 @@ class LlamaBackend:
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
         said = {"pieces": str(self.cuts), "rope factors": self._rope_factors}
-        if self.cuts.multiple == 1:  # else only chunks of prompts are reused, which are no rows
+        if self.cuts.multiple == 1:  # else only chunks of prompts are reused, which are not rows
             said["rows"] = str(self.tuning.shape)
         if self.model.kernels:
             said["kernels"] = self.model.kernels

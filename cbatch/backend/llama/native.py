@@ -190,7 +190,7 @@ class NativeStepper:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
         `StepPlan` says when a run ends early. Mutates the cells of the spans' slots. A failing
-        `llama_decode` is no exception here: it is the result's `code`.
+        `llama_decode` is not an exception here: it is the result's `code`.
 
         Args:
             spans: what to compute.

@@ -198,7 +198,7 @@ class Projector:
             n_ubatch: most rows that llama.cpp computes together.
 
         Raises:
-            ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.
+            ModelLoadError: it is not a projector, not of this model, or of a kind that is not supported.
             ConfigError: what decodes the only kind of file that it takes is not installed.
         """
         self._mtmd = _bindings()
@@ -240,7 +240,7 @@ class Projector:
         llama_log().drain()
         if not ctx:
             said = "; ".join(llama_log().recent[-2:]) or "llama.cpp gave no reason"
-            raise ModelLoadError(f"{readable(self.name)} is no projector of this model: {said}")
+            raise ModelLoadError(f"{readable(self.name)} is not a projector of this model: {said}")
         return ctx
 
     def _find_what_it_takes(self) -> None:

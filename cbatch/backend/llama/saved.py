@@ -1,7 +1,7 @@
 """The state that llama.cpp writes of one sequence: cut to its first cells, and laid out for another context.
 
 llama.cpp trusts the state that it reads, and a cache file whose digest holds is one that cbatch wrote with the same
-model. Another layout is refused, since settings that are no part of a fingerprint may change it. So are NaN and
+model. Another layout is refused, since settings that are not part of a fingerprint may change it. So are NaN and
 infinite numbers, which a model may compute by itself: in a pool they would reach the scores of neighbours, where
 attention adds up the products of masked cells too.
 
@@ -224,7 +224,7 @@ class _MemoryPart:
     form: bytes
     rows: tuple[_LayerRows, ...]
     n_keys: int = 0
-    """How many of the rows are no values."""
+    """How many of the rows are not values."""
 
     def is_turned(self, cursor: _StateCursor) -> bool:
         """Read the form of a memory; return whether its values lie across where these do not, or the other way."""

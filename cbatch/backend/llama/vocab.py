@@ -415,7 +415,7 @@ class LlamaVocab:
             n_room = -n
 
     def _checked(self, tokens: list[int]) -> list[int]:
-        """Refuse what is no token. Source: llama-vocab.cpp, which gives −1 where the vocabulary lacks `<unk>`, too."""
+        """Refuse what is not a token. Source: llama-vocab.cpp, which also gives −1 if the vocabulary lacks `<unk>`."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise PromptError("the model's vocabulary has no token for a part of the text")
         return tokens

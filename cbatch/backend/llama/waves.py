@@ -54,7 +54,7 @@ def samples_of(data: bytes, rate: int, *, are_samples: bool = False) -> NDArray[
     """
     samples = _bare(data, rate) if are_samples else _decoded(data, rate)
     if not np.isfinite(samples).all():
-        raise PromptError("a sound has samples that are no finite numbers")
+        raise PromptError("a sound has samples that are not finite numbers")
     if (loudest := float(np.abs(samples).max())) > _LOUDEST:
         raise PromptError(f"a sound has samples up to {loudest:,.0f}: they must be from -1 to 1")
     n_missing = int(_SHORTEST_S * rate) - len(samples)
@@ -63,7 +63,9 @@ def samples_of(data: bytes, rate: int, *, are_samples: bool = False) -> NDArray[
 
 def _bare(data: bytes, rate: int) -> NDArray[np.float32]:
     if not data or len(data) % 4:
-        raise PromptError(f"a sound has {len(data):,} bytes, which are no samples of float32")
+        raise PromptError(
+            f"a sound has {len(data):,} bytes, which are not a whole number of float32 samples"
+        )
     samples = np.frombuffer(data, "<f4").astype(np.float32)
     _check_length(len(samples) / rate)
     return samples

@@ -97,7 +97,7 @@ def load_backend(
 
 
 def n_bytes_on_cpu(model: Any, options: EngineOptions) -> int | None:
-    """Return the bytes of a model's files; None where devices compute it, or the model is no file that is there."""
+    """Return the bytes of a model's files; None where devices compute it, or the model is not a file that is there."""
     path = shipped_model() if model is None else model
     if not isinstance(path, str | os.PathLike):
         return None

@@ -109,7 +109,7 @@ def main() -> None:
     """Compute steps with the model and options that the arguments name; without weights only build its graphs.
 
     Raises:
-        SystemExit: the steps cannot be tried, mostly for lack of memory; this is no crash.
+        SystemExit: the steps cannot be tried, mostly for lack of memory; this is not a crash.
     """
     path, said, *more = sys.argv[1:]
     has_weights = NO_WEIGHTS not in more

@@ -42,7 +42,7 @@ def open_table(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterat
     """
     with ExitStack() as stack:
         with _readable(path, format):
-            file = stack.enter_context(open(path, "rb"))  # pyarrow opens no name that is no UTF-8
+            file = stack.enter_context(open(path, "rb"))  # pyarrow opens no name that is not UTF-8
             schema, n_rows, batches = _opened(stack, file, format)
             check_unique(schema.names, readable(path))
         yield schema, n_rows, _told(batches, path, format)

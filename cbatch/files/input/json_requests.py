@@ -42,7 +42,7 @@ def loaded(
 ) -> tuple[dict[str, Any], InputLineError | RecursionError | None]:
     """Return the object of a line, and an error of its values, with which its keys can still be read.
 
-    LineError where it is no object; RecursionError where it is nested so deeply that it cannot be decoded.
+    LineError where it is not an object; RecursionError where it is nested so deeply that it cannot be decoded.
     """
     if isinstance(line, LongLine):
         raise line.error
@@ -62,7 +62,7 @@ def loaded(
         return value, RecursionError()
     may_have_half = wrong is None and (b"\\ud" in line or b"\\uD" in line)
     if may_have_half and not is_text(json.dumps(value, ensure_ascii=False)):
-        message = "a string in it holds half of a surrogate pair, which is no text"
+        message = "a string in it holds half of a surrogate pair, which is not text"
         wrong = InputLineError("invalid_json_line", message)
     return value, wrong
 
@@ -79,7 +79,7 @@ def mended(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoded(text: str) -> Any:
-    """Return the value of JSON text; ValueError where it is no JSON, RecursionError where it is nested too deeply."""
+    """Return the value of JSON text; ValueError where it is not JSON, RecursionError where it is nested too deeply."""
     value = _decode(text)
     if is_text_too_deep(text):
         raise RecursionError
@@ -101,7 +101,7 @@ def shown(text: str) -> str:
 class RequestReader(ABC):
     """Reads requests, one a line; one reader for all files of a run."""
 
-    columns = None  # items are no rows
+    columns = None  # items are not rows
 
     def __init__(self) -> None:
         self._known: dict[str, RunOptions] = {}

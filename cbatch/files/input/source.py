@@ -39,7 +39,7 @@ class Source:
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """The names in its rows; None where its items are no rows."""
+        """The names in its rows; None where its items are not rows."""
         return self._reader.columns
 
     @property

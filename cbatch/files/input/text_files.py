@@ -226,7 +226,7 @@ class InputFile:
 
 
 def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> InputLineError:
-    """Return the error of bytes that are no UTF-8; `n_before` bytes of the item are before them."""
+    """Return the error of bytes that are not UTF-8; `n_before` bytes of the item are before them."""
     return InputLineError(
         "invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}"
     )

@@ -391,7 +391,7 @@ def _relative(path: Path, folder: Path) -> str | bytes:
 
 
 def _stored(text: str) -> str | bytes:
-    """Return text for the manifest; a name that is no UTF-8 as its bytes."""
+    """Return text for the manifest; a name that is not UTF-8 as its bytes."""
     with suppress(UnicodeEncodeError):
         text.encode()
         return text

@@ -171,7 +171,7 @@ def check_replaceable(options: FileOptions) -> None:
             if is_ours(path):
                 continue
         raise ConfigError(
-            f"{path}: exists and is no {what} of cbatch: give another file, or --force to replace it"
+            f"{path}: exists and is not a {what} of cbatch: give another file, or --force to replace it"
         )
 
 

@@ -298,7 +298,7 @@ def test_wrong_projector_is_refused_by_name(showing_model: Path, tmp_path: Path)
     text = tmp_path / "text.gguf"
     text.write_text("no model")
     for path, words in (
-        (wide, "wide.gguf is no projector of this model.*mismatch"),
+        (wide, "wide.gguf is not a projector of this model.*mismatch"),
         (showing_model, "has no encoder of pictures or sound"),
         (text, "text.gguf"),
         (tmp_path / "none.gguf", "none.gguf"),

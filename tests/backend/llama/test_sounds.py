@@ -149,7 +149,7 @@ def _many_samples() -> bytes:
             "longer than 3,600 seconds",
         ),
         (_many_samples(), "8 channels at 655,350 Hz; at most 345,600,000 are allowed"),
-        (file_of(tone(0) * np.float32(np.nan), subtype="FLOAT"), "no finite numbers"),
+        (file_of(tone(0) * np.float32(np.nan), subtype="FLOAT"), "not finite numbers"),
         (file_of(tone(0) * 30_000, subtype="FLOAT"), "must be from -1 to 1"),
     ],
     ids=[
@@ -201,7 +201,7 @@ def test_header_of_a_stream_has_no_length(hearing: cbatch.Engine) -> None:
         ({"type": "audio", "audio": "a.wav"}, "sound of type str: give a pathlib.Path"),
         ({"type": "audio", "audio": b""}, "empty sound"),
         ({"type": "audio", "audio": np.zeros((2, 5), np.float32)}, r"shape \(2, 5\)"),
-        ({"type": "audio", "audio": np.zeros(5, np.int16)}, "of int16, which is no sound"),
+        ({"type": "audio", "audio": np.zeros(5, np.int16)}, "of int16, which is not a sound"),
         ({"type": "input_audio"}, "sound without data"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "aac"}}, "format 'aac'"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": 3}}, "format 3"),
@@ -219,7 +219,7 @@ def test_wrong_part_is_refused_at_once(
     ("given", "words"),
     [
         ({"data": "%%%", "format": "wav"}, "base64"),
-        ({"data": "AAA=", "format": "f32"}, "2 bytes, which are no samples"),
+        ({"data": "AAA=", "format": "f32"}, "2 bytes, which are not a whole number"),
     ],
 )
 def test_data_that_is_no_sound_fails_its_own_request(
