@@ -90,7 +90,7 @@ class TextSettings:
         if not facts.pooling:
             raise UnsupportedTaskError("embed", "its architecture has no embeddings of text")
         if is_reranker and self.pooling is None and self.query is None:
-            why = "it reranks: call rerank(), or give pooling for the vectors below its classifier"
+            why = "it is a reranker: call rerank(), or give pooling for the vectors below its classifier"
             raise UnsupportedTaskError("embed", why)
         if self.dimensions is not None and self.dimensions > facts.n_embedding:
             raise ConfigError(

@@ -201,7 +201,7 @@ class Engine:
         if self._made is None and not (self._is_entered or self._is_closing):
             _log.warn(
                 "the model is not loaded yet: in an event loop, load() leaves that to `async with`, or to the first "
-                "use, which stops the loop meanwhile; `await cbatch.load_async(…)` loads now"
+                "use, which blocks the loop; to load at once, use `await cbatch.load_async(…)`"
             )
 
     def open(self) -> None:
@@ -469,8 +469,8 @@ class Engine:
             )
         if not self._runtime.is_threaded:
             raise ConfigError(
-                "prompts is an async iterable, which needs threaded=True: load the engine with it, or give a list "
-                "or a normal generator"
+                "prompts is an async iterable, which needs an engine loaded with threaded=True: load it so, or give "
+                "a list or a normal generator"
             )
         return AsyncSource(prompts)
 
@@ -499,7 +499,7 @@ class Engine:
         """Return the text that follows a prompt, without the chat template; else as `chat`."""
         if text_of(prompt) is None and not isinstance(prompt, BatchPrompt):
             raise ConfigError(
-                f"generate takes a text, or a BatchPrompt, not {type(prompt).__name__}: for messages use chat"
+                f"generate takes a text, or a BatchPrompt, not {type(prompt).__name__}: call chat() for messages"
             )
         return self._answer(prompt, options)
 

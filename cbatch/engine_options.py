@@ -152,7 +152,7 @@ class ScheduleOptions:
             )
         if self.itl_ms is not None and self.prefill_budget is not None:
             raise ConfigError(
-                f"give itl_ms={self.itl_ms} or prefill_budget={self.prefill_budget}, not both: one sets the other"
+                f"give itl_ms={self.itl_ms} or prefill_budget={self.prefill_budget}, not both: itl_ms sets the budget"
             )
 
     def _check_need(self, name: str, other: str, wanted: tuple[str | None, ...]) -> None:
@@ -361,7 +361,7 @@ class EngineOptions(ScheduleOptions):
         if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":
             raise ConfigError(
                 "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both; "
-                "with kv='unified' both are allowed: the pool, and the most that one request uses of it"
+                "with kv='unified' both are allowed: n_ctx for the pool, ctx_per_seq for the most that one request uses"
             )
         if self.n_ctx is not None and (self.ctx_per_seq or 0) > self.n_ctx:
             raise ConfigError(
@@ -369,7 +369,7 @@ class EngineOptions(ScheduleOptions):
             )
         if self.n_batch < self.n_slots:
             raise ConfigError(
-                f"n_batch={self.n_batch} is less than parallel={self.n_slots}, but a step holds a row of every slot: "
+                f"n_batch={self.n_batch} is less than parallel={self.n_slots}, but a step needs a row for every slot: "
                 "raise n_batch, or lower parallel"
             )
         if self.n_ctx is not None and self.n_ctx < 2 * self.n_slots:
@@ -404,14 +404,14 @@ class EngineOptions(ScheduleOptions):
         if self.exact and self.adapters:
             raise ConfigError(
                 f"exact=True cannot be guaranteed with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
-                "use other kernels in narrow steps; merge one into the model, or leave exact out"
+                "use other kernels in steps of few rows; merge an adapter into the model, or leave exact out"
             )
         if self.draft is None and self.speculate == "draft":
             raise ConfigError("speculate='draft' needs a draft model: add draft=FILE")
         if self.exact and self.speculate != "off" and self.speculate != "auto":
             raise ConfigError(
                 f"exact=True cannot be guaranteed with speculate={self.speculate!r}: the number of rows changes the "
-                "rounding; use 'auto', which has no draft tokens then, or 'off'"
+                "rounding; use 'off', or 'auto', which then has no draft tokens"
             )
         if self.draft is not None and (self.exact or self.speculate in ("off", "ngram", "job")):
             other = "exact=True" if self.exact else f"speculate={self.speculate!r}"
@@ -455,5 +455,5 @@ def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
         if name in ("model_path", "model"):
             reason = "the model's path is the first argument"
         elif close := names_like(ELSEWHERE.get(name, name), of_requests, 1, 0.8):
-            reason = f"options of requests go into options={{{close[0]!r}: …}}"
+            reason = f"it is an option of requests: give options={{{close[0]!r}: …}}"
         raise UnsupportedOptionError(name, known, reason=reason)

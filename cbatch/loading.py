@@ -200,7 +200,7 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
     n = int(check_replicas("replicas", asked))
     if not is_threaded:
         raise ConfigError(
-            f"replicas={n} needs threaded=True: worker processes compute by themselves"
+            f"replicas={n} needs threaded=True: worker processes do the steps themselves"
         )
     return n
 

@@ -192,7 +192,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _MEDIA_ROLES = ("user", "tool")
 
-_NO_CHAT = "a message stands alone here: a chat is a list of messages"
+_NO_CHAT = "this is a single message: give a chat as a list of messages"
 _NO_ROW = (
     "a mapping is not a prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
     "run_table of cbatch.files"

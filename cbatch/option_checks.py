@@ -163,7 +163,8 @@ def check_processor(name: str, value: object) -> LogitsProcessor:
     """Return a processor of logits."""
     if not callable(value) or iscoroutinefunction(value):
         raise ConfigError(
-            f"{name} must be a Python function of (token_ids, logits), only in this process, not {shown(value)}"
+            f"{name} works only in this process, and must be a Python function of (token_ids, logits), "
+            f"not {shown(value)}"
         )
     return value
 

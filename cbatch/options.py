@@ -420,7 +420,7 @@ class RunOptions:
             if int_of(self.max_tokens) != 0:
                 raise
             raise ConfigError(
-                f"{error}: 0 needs echo or prompt_logprobs; to compute a prompt for its cells, use prefill_only"
+                f"{error}: 0 needs echo or prompt_logprobs; to compute a prompt for the cache alone, use prefill_only"
             ) from None
 
     def _check_choices(self) -> None:

@@ -27,7 +27,7 @@ _DATA = re.compile(
 _N_HEAD = 128
 """Characters in which a data URL says what it has."""
 
-NO_PROJECTOR = "this model is loaded without what encodes pictures: load it with mmproj, its projector's GGUF file"
+NO_PROJECTOR = "this model was loaded without a projector for pictures: load it with mmproj, the projector's GGUF file"
 
 _KINDS = ("image_url", "image")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")

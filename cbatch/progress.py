@@ -40,9 +40,9 @@ Ending: TypeAlias = Literal["done", "limit", "time", "asked", "now"]
 
 ENDINGS: Mapping[Ending, str] = MappingProxyType(
     {
-        "done": "not every item has its record",
+        "done": "some items have no record",
         "limit": "stopped at the limit",
-        "time": "stopped for want of time",
+        "time": "stopped at the time limit",
         "asked": "interrupted, running items were finished",
         "now": "interrupted",
     }
@@ -324,7 +324,7 @@ class Progress:
         try:
             self._show()
         except Exception:  # a view may be the caller's
-            _log.fail("the view of a batch's progress raised and is shown no more")
+            _log.fail("a progress view raised an error and is not shown any more")
 
     def _show(self) -> None:
         while not self._is_over.wait(check_wait("interval_s", self._view.interval_s)):

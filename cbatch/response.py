@@ -243,7 +243,7 @@ class BatchError(CBatchError):
         parts = []
         if source_error is not None:
             what = f"{type(source_error).__name__}: {words_of(source_error)}"
-            parts.append(f"reading the prompts ended after {len(self.results)}: {what}")
+            parts.append(f"reading the prompts failed after {len(self.results)} of them: {what}")
         if failed or not parts:
             first = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
             more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""

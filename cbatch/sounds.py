@@ -23,8 +23,8 @@ SAMPLES = "f32"
 """The format of bare samples, at the rate that the model wants: float32, the lowest byte first."""
 
 NO_ENCODER = (
-    "this model is loaded without what encodes sound: load it with mmproj, a projector's GGUF file with an encoder of "
-    "sound"
+    "this model was loaded without a projector for sound: load it with mmproj, the GGUF file of a projector with an "
+    "encoder of sound"
 )
 
 _KINDS = ("input_audio", "audio")

@@ -91,7 +91,7 @@ def _tool(place: str, given: object) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ConfigError(f'{place} must be {{"type": "function", "function": {{…}}}}')
     if not isinstance(function, dict):
-        raise ConfigError(f"{place} has no function: a mapping with name and parameters")
+        raise ConfigError(f"{place} needs function, a mapping with name and parameters")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
@@ -205,7 +205,7 @@ def _message_call(place: str, call: object) -> dict[str, Any]:
         )
     name, id = function.get("name"), call.get("id")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{place} has no name: a non-empty string")
+        raise ConfigError(f"{place} needs a name, a non-empty string")
     if id is not None and (not isinstance(id, str) or not id):
         raise ConfigError(f"{place} id must be a non-empty string, not {shown(id)}")
     arguments = _arguments(f"{place} ({name}) arguments", function.get("arguments"))

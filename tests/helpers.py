@@ -455,7 +455,7 @@ def store(rig: Rig, stored: ToStore) -> None:
     """Write what was copied out."""
     driver, n = stored.driver, stored.n_cells
     data = rig.backend.export_state(stored.key, is_kept=stored.key < 0)
-    entry: CacheEntry | str = "the cells were not saved: they could not be copied out"
+    entry: CacheEntry | str = "the cells were not saved: they could not be copied to host memory"
     if data is not None:
         states, n_checkpoint = {n: data}, 0
         if stored.checkpoint is not None:

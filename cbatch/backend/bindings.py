@@ -110,7 +110,7 @@ def _no_function(error: BaseException) -> str:
     if found is None or not isinstance(error, AttributeError):
         return ""
     name = found[1] or found[2]
-    return f"it has no function {name}, which llama-cpp-python needs: it is older, or not a build of llama.cpp"
+    return f"it has no function {name}, which llama-cpp-python needs: it is an older build, or not one of llama.cpp"
 
 
 def _prepare(llama: Any) -> None:

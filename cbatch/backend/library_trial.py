@@ -102,17 +102,17 @@ def wrong_answer(llama: Any, device: Any, *, repacks: bool = False) -> str | Non
         return "it cannot make a context"
     windows = [llama.llama_n_ctx_seq(context) for context in contexts]
     if windows != [_N_CTX, _N_CTX // _N_SEQUENCES]:
-        return f"its contexts of {_N_CTX} cells have windows of {windows[0]} and {windows[1]}"
+        return f"its contexts of {_N_CTX} cells have windows of {windows[0]} and {windows[1]} cells"
     context = contexts[1]
     given = (_N_BATCH, _N_UBATCH, _N_SEQUENCES)
     taken = tuple(getattr(llama, f"llama_n_{w}")(context) for w in ("batch", "ubatch", "seq_max"))
     if taken != given:
-        return f"its contexts take {taken} for n_batch, n_ubatch and n_seq_max, not {given}"
+        return f"its contexts have n_batch, n_ubatch and n_seq_max {taken}, not {given}"
     tokens = (llama.llama_token * _N_ROOM)()
     vocab = llama.llama_model_get_vocab(model)
     n = llama.llama_tokenize(vocab, _PROMPT, len(_PROMPT), tokens, _N_ROOM, True, True)
     if n != N_PROMPT:
-        return f"it makes {n} tokens of a text that has {N_PROMPT}"
+        return f"it splits a text of {N_PROMPT} tokens into {n} tokens"
     return _wrong_tokens(llama, context, tokens[:n], llama.llama_vocab_n_tokens(vocab))
 
 
@@ -131,7 +131,7 @@ def _wrong_tokens(llama: Any, context: Any, prompt: Sequence[int], n_vocab: int)
     logits = llama.llama_get_logits_ith(context, len(prompt) - 1)
     off = max(abs(logits[token] - value) for token, value in FIRST.items())
     if not off <= _TOLERANCE:  # not a number is no number either
-        return f"it computes wrongly: a logit of the model that ships is off by {off:.3g}"
+        return f"it computes wrongly: a logit of the model shipped with cbatch is off by {off:.3g}"
     llama.llama_memory_seq_cp(llama.llama_get_memory(context), 0, 1, -1, -1)
     for i, token in enumerate(ANSWER[:-1]):
         place = len(prompt) + i
@@ -141,7 +141,7 @@ def _wrong_tokens(llama: Any, context: Any, prompt: Sequence[int], n_vocab: int)
             logits = llama.llama_get_logits_ith(context, row)
             best = max(range(n_vocab), key=logits.__getitem__)
             if best != ANSWER[i + 1]:
-                return f"it computes wrongly: token {best} where {ANSWER[i + 1]} is right"
+                return f"it computes wrongly: token {best} in place of {ANSWER[i + 1]}"
     return None
 
 

@@ -178,7 +178,7 @@ def tried(device: int | None = None) -> dict[str, Any]:
     words = () if device is None else (str(device),)
     done = run_apart(_TRIAL, *words, wall_s=_WALL_S)
     if done is None:
-        return {"problem": f"a process that tried it did not end in {_WALL_S:.0f} s"}
+        return {"problem": f"a process that tried it had not ended after {_WALL_S:.0f} s"}
     with suppress(ValueError, IndexError):
         found = json.loads(done.stdout.splitlines()[-1])
         if isinstance(found, dict) and "problem" in found and done.returncode == 0:
@@ -186,7 +186,7 @@ def tried(device: int | None = None) -> dict[str, Any]:
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     words_of_it = f": {last[0][:300]}" if last else ""
     return {
-        "problem": f"it ended a process that tried it ({_ending(done.returncode)}{words_of_it})"
+        "problem": f"a process that tried it ended with {_ending(done.returncode)}{words_of_it}"
     }
 
 
@@ -280,7 +280,7 @@ def load_backends(lib: Any, file: Path) -> None:
     if not lib.ggml_backend_reg_count():
         raise misfit(
             file,
-            f"no backend, such as libggml-cpu, loads from {', '.join(map(str, folders))}",
+            f"no backend, such as libggml-cpu, can be loaded from {', '.join(map(str, folders))}",
         )
 
 

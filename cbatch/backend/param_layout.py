@@ -73,8 +73,8 @@ def fit_structures(llama: Any) -> str:
         if not fitting:
             n_known = ctypes.sizeof(kind)
             return (
-                f"the fields of {name}, {n_known} bytes in llama-cpp-python, are elsewhere in the library"
-                + f", where it has {n_bytes}" * (n_bytes not in (None, n_known))
+                f"{name}, which has {n_known} bytes in llama-cpp-python, has its fields elsewhere in the library"
+                + f", where it has {n_bytes} bytes" * (n_bytes not in (None, n_known))
             )
         if fitting[0] is not kind:
             _replace(llama, name, kind, fitting[0])

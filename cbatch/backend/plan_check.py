@@ -34,7 +34,7 @@ class PlanCheck:
         moved = (*plan.clears, *(slot for slot, *_ in moves), *(slot for _, slot, _ in plan.copies))
         named = (*moved, *(b.slot for b in plan.binds))
         if named and not 0 <= min(named) <= max(named) < self._n_slots:
-            raise PlanError(f"slots are 0 … {self._n_slots - 1}: {plan!r}")
+            raise PlanError(f"a slot of the plan is not in 0 … {self._n_slots - 1}: {plan!r}")
         held = n_cells
         if moved or plan.forgets or plan.is_rebuild:
             held = self._after_moves(plan, n_cells, saved)

@@ -67,7 +67,9 @@ class BareLoop:
         """
         memory = self._backend.memory
         if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
-            raise ConfigError("this model's memory cannot be copied between slots and trimmed")
+            raise ConfigError(
+                "this model's memory cannot copy cells to other slots, or cannot remove single ones"
+            )
         self._clear()
         n_common, n_slots = len(common), self._backend.n_slots
         prefix = self._batches(_TokenRow(token, i, 0) for i, token in enumerate(common))

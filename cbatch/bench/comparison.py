@@ -213,7 +213,7 @@ class Comparison:
             for n_rows in dict.fromkeys((1, min(8, self.n_slots))):
                 self.prompt_tps[n_rows] = self.bare.prompt_tps(n_rows)
         except SideError as error:
-            self.notes.append(f"the best prompt rate is not known: {error}")
+            self.notes.append(f"the best prompt rate could not be measured: {error}")
 
     def _check(self, side: HttpSide, ready: Sequence[Side]) -> None:
         """Ask a server some short questions that it must answer as the first of our own sides does."""
@@ -369,7 +369,7 @@ class Comparison:
         alone = self._judged(some) if some else []
         if len(degenerate(alone)) == len(some):
             return []
-        return [f"{len(ids)} of {len(requests)} answers are degenerate: one token again and again"]
+        return [f"{len(ids)} of {len(requests)} answers are degenerate: they repeat a single token"]
 
     def _judged(self, requests: Sequence[WorkRequest]) -> list[MeasuredAnswer]:
         """Return the answers of an engine that has nothing else to do; none where there is none."""
@@ -386,7 +386,7 @@ class Comparison:
             self.judge.start()
             return use(self.judge)
         except SideError as error:
-            self._refuse(f"no answers to compare with: {error}")
+            self._refuse(f"the model alone gave no answers to compare with: {error}")
             self.judge.close()
             self.judge = None
             return None

@@ -51,7 +51,7 @@ class ExactText:
             if text is not None and self._is_good(text, n_tokens, first, chance):
                 return text
         raise ConfigError(
-            f"found no text of {n_tokens} tokens, {len(first)} of them given, for this vocabulary: give other sizes"
+            f"found no text of {n_tokens} tokens after {len(first)} common ones for this vocabulary: give other sizes"
         )
 
     def _is_good(

@@ -198,7 +198,7 @@ class OpenAIClient:
             return [[*map(float, r)] if isinstance(r, list) else [float(r)] for r in rows]
         except (LookupError, TypeError, ValueError):
             raise ServerProblemError(
-                f"{self.address} did not answer each of {len(call.texts)} texts"
+                f"{self.address} did not answer with a result for each of {len(call.texts)} texts"
             ) from None
 
     async def try_out(self, request: WorkRequest, now: Now) -> MeasuredAnswer:
@@ -225,7 +225,7 @@ class OpenAIClient:
         except ServerProblemError as problem:
             error = str(problem)
         except asyncio.TimeoutError:
-            error = f"no end of the answer in {self.timeout_s:g} s"
+            error = f"the answer did not end within {self.timeout_s:g} s"
         except (OSError, EOFError, ValueError) as problem:
             error = f"{self.address}: the connection broke: {problem or type(problem).__name__}"
         is_told = seen.pieces or seen.usage[1] or seen.finish  # an empty answer has an end

@@ -33,9 +33,9 @@ PATIENCE_S = 120.0
 """Seconds in which a server must be up. Our choice."""
 
 KINDS: Mapping[str, str] = {
-    "engine": "cbatch in a process, its answers read as they come",
-    "one": "the same with one slot: one request after another",
-    "static": "static batches on the same engine: each begins when the one before it has ended",
+    "engine": "cbatch as a library, answers streamed",
+    "one": "cbatch with one slot: one request after another",
+    "static": "cbatch with static batches: each begins when the one before it has ended",
     "llama": "llama_cpp.Llama, one request after another",
     "serve": "cbatch serve, over HTTP",
     "bare": "a hand-written loop of llama_decode that samples nothing",
@@ -294,16 +294,16 @@ class HttpSide:
             n_theirs = answer.n_prompt
             if n_theirs is not None and abs(n_theirs - probe.n_prompt) > MOST_BOS:
                 raise SideError(
-                    f"{self.name}: counts {n_theirs} tokens in a prompt of {probe.n_prompt}: it has another model"
+                    f"{self.name}: counts {n_theirs} tokens in a prompt that has {probe.n_prompt}: it has another model"
                 )
         pairs = [(ours, a.text) for ours, a in zip(expected, answers, strict=True) if ours]
         if pairs and not any(map(_is_alike, pairs)):
             raise SideError(
-                f"{self.name}: answers {len(pairs)} of {len(pairs)} probes differently: it has another model"
+                f"{self.name}: answers all {len(pairs)} test prompts differently: it has another model"
             )
         notes = [] if client.has_extras else ["it refuses ignore_eos, top_k and min_p"]
         if any(answer.n_prompt is None for answer in answers):
-            notes.append("it tells no usage: tokens are counted in its text")
+            notes.append("it reports no usage, so tokens are counted in its text")
         return notes
 
     def run(

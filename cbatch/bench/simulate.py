@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, kind in _SCHEDULE.items():
         policy = f", for --policy {_OF_POLICY[name]}" if name in _OF_POLICY else ""
-        add(f"--{name.replace('_', '-')}", type=kind, help=f"as in load{policy}")
+        add(f"--{name.replace('_', '-')}", type=kind, help=f"as in cbatch.load{policy}")
     return made
 
 

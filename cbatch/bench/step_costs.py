@@ -195,10 +195,14 @@ def _step_s(engine: Engine, lengths: Sequence[int]) -> float:
 def main(words: Sequence[str] | None = None) -> None:
     """Print the table as JSON."""
     asked = parser(__doc__)
-    asked.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="rows of a step")
-    asked.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="prompt tokens")
+    asked.add_argument(
+        "--widths", type=int, nargs="+", default=WIDTHS, help="numbers of decoding rows to measure"
+    )
+    asked.add_argument(
+        "--chunks", type=int, nargs="+", default=CHUNKS, help="numbers of prompt tokens to measure"
+    )
     asked.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
-    asked.add_argument("--threads", type=int, help="as n_threads of load")
+    asked.add_argument("--threads", type=int, help="as n_threads of cbatch.load")
     a = asked.parse_args(words)
     table = measure(a.model, a.widths, a.chunks, n_rounds=a.rounds, n_threads=a.threads)
     emit(**table.as_json())

@@ -195,7 +195,7 @@ class Summary:
         for m in self._measured:
             early[m.side] = early.get(m.side, 0) + m.n_early
         ended = [
-            f"{side}: ended answers by itself, {n:,} tokens short; rates count the tokens that there are"
+            f"{side}: ended answers early, {n:,} tokens in all are missing; rates count generated tokens only"
             for side, n in early.items()
             if n
         ]
@@ -218,9 +218,7 @@ class Summary:
                 for w in self.widths
             ]
             columns = ("rows", "tokens/s", "ms a step", "")
-            found.append(
-                TextTable("Width of a step, by a bare loop of llama_decode", columns, rows)
-            )
+            found.append(TextTable("Rows of a step, in a bare loop of llama_decode", columns, rows))
         return found
 
     def _table(self, name: str, told: str, sizes: str) -> TextTable:

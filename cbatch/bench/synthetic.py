@@ -94,7 +94,7 @@ def write_model(
             )
             if writing.tokenizer.n_tokens != shape.n_vocab:
                 raise ConfigError(
-                    f"the tokenizer has {writing.tokenizer.n_tokens} tokens, the shape {shape.n_vocab}"
+                    f"the tokenizer has {writing.tokenizer.n_tokens} tokens, but the shape has {shape.n_vocab}"
                 )
             if shape.weight_type.is_direct:
                 writing.write(part, shape.type, dict(metadata or {}))
@@ -110,7 +110,7 @@ def _check_room(path: Path, n_bytes: int) -> None:
     n_free = shutil.disk_usage(path.parent).free
     if n_bytes > n_free:
         raise OutputError(
-            path, f"needs about {n_bytes:,} bytes of disk, {n_free:,} are free: free some space"
+            path, f"needs about {n_bytes:,} bytes of disk, but {n_free:,} are free: free some space"
         )
 
 
@@ -168,7 +168,7 @@ class _Writing:
                 self._advance(before + part.stat().st_size - self._n_done)
             problem = running.find_problem()
         if problem:
-            raise ConfigError(f"llama.cpp's quantiser refuses {self._shape}: {problem}")
+            raise ConfigError(f"llama.cpp cannot quantise {self._shape}: {problem}")
         if not self._is_whole(part):  # llama.cpp does not look whether its writes succeed
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -157,43 +157,55 @@ class Shape:
     def _sizes(self) -> Iterator[tuple[bool, str]]:
         sizes = [self.n_layer, self.n_head, self.n_kv_head, self.n_ctx_train]
         sizes += [self.n_embd, self.n_ff, self.n_vocab, self.full_every]
-        yield min(sizes) < 1, "sizes are ≥ 1"
-        yield min(self.n_expert, self.n_expert_used, self.n_window) < 0, "counts are ≥ 0"
-        yield max(*sizes, self.n_window) > _MAX_SIZE, f"sizes are at most {_MAX_SIZE}"
+        yield min(sizes) < 1, "sizes must be at least 1"
+        yield (
+            min(self.n_expert, self.n_expert_used, self.n_window) < 0,
+            "n_expert, n_expert_used and n_window must be at least 0",
+        )
+        yield max(*sizes, self.n_window) > _MAX_SIZE, f"sizes must be at most {_MAX_SIZE}"
         yield self.n_layer > _MAX_LAYERS, f"llama.cpp takes at most {_MAX_LAYERS} layers"
 
     def _attention(self) -> Iterator[tuple[bool, str]]:
         yield (
             bool(self.n_embd % (2 * self.n_head)),
-            "a head is n_embd / n_head wide, an even number",
+            "n_embd / n_head, the width of a head, must be an even number",
         )
-        yield bool(self.n_head % self.n_kv_head), "n_head is a multiple of n_kv_head"
+        yield bool(self.n_head % self.n_kv_head), "n_head must be a multiple of n_kv_head"
         yield (
             bool(self.n_window) and not 1 < self.full_every <= self.n_layer,
-            "with a window, full_every is 2 … n_layer: llama.cpp ends where layers of a kind are missing",
+            "with a window, full_every must be 2 … n_layer, because llama.cpp needs layers of both kinds",
         )
 
     def _experts(self) -> Iterator[tuple[bool, str]]:
         n, n_used = self.n_expert, self.n_expert_used
         yield n > _MAX_EXPERTS, f"llama.cpp takes at most {_MAX_EXPERTS} experts"
-        yield n == 1, "a mixture has at least 2 experts"
+        yield n == 1, "n_expert must be 0 or at least 2"
         yield n == 0 and n_used > 0, "n_expert_used needs n_expert"
-        yield n > 0 and not 1 <= n_used <= n, "n_expert_used is 1 … n_expert"
+        yield n > 0 and not 1 <= n_used <= n, "n_expert_used must be 1 … n_expert"
 
     def _mamba(self) -> Iterator[tuple[bool, str]]:
         if self.architecture == "mamba":
-            yield self.n_head != 1, "a mamba has no heads: n_head is 1"
-            yield self.n_ff != 2 * self.n_embd, "a mamba needs n_ff = 2 × n_embd"
-            yield self.n_expert > 0, "a mamba has no experts"
+            yield self.n_head != 1, "a mamba model has no heads: n_head must be 1"
+            yield self.n_ff != 2 * self.n_embd, "a mamba model needs n_ff = 2 × n_embd"
+            yield self.n_expert > 0, "a mamba model has no experts: leave n_expert out"
 
     def _embeddings(self) -> Iterator[tuple[bool, str]]:
         name = self.architecture
         has_window = name in ("llama", "gemma-embedding", "gemma3")
-        yield name not in ("llama", "mamba") and self.n_expert > 0, f"a {name} has no experts here"
-        yield not has_window and self.n_window > 0, f"a {name} has no window"
+        yield (
+            name not in ("llama", "mamba") and self.n_expert > 0,
+            f"{name} models are made without experts: leave n_expert out",
+        )
+        yield (
+            not has_window and self.n_window > 0,
+            f"{name} models have no sliding window: leave n_window out",
+        )
         is_gemma = name in ("gemma-embedding", "gemma3")
-        yield is_gemma and not self.n_window, f"a {name} needs a window"
-        yield name == "mamba" and bool(self.pooling), "a mamba has no pooling"
+        yield is_gemma and not self.n_window, f"{name} models need a sliding window: give n_window"
+        yield (
+            name == "mamba" and bool(self.pooling),
+            "mamba models have no pooling: leave pooling out",
+        )
         yield (
             self.pooling == "rank" and name not in _RANKERS,
             f"pooling rank needs the architecture {' or '.join(_RANKERS)}",
@@ -207,13 +219,15 @@ class Shape:
         kind, widths = self.weight_type, {"n_embd": self.n_embd, "n_ff": self.n_ff}
         n_each = kind.n_block if kind.is_direct else _QUANTISER_BLOCK
         for name, width in widths.items():
-            yield bool(width % n_each), f"{self.type} needs {name} % {n_each} = 0"
+            yield bool(width % n_each), f"{self.type} needs {name} to be a multiple of {n_each}"
         yield (
             all(width % kind.n_block for width in widths.values()),
-            f"{self.type} needs rows of a multiple of {kind.n_block}: n_embd % {kind.n_block} = 0 "
-            f"or n_ff % {kind.n_block} = 0",
+            f"{self.type} needs n_embd or n_ff to be a multiple of {kind.n_block}",
         )
-        yield self.type == "mxfp4_moe" and not self.n_expert, f"{self.type} needs experts"
+        yield (
+            self.type == "mxfp4_moe" and not self.n_expert,
+            f"{self.type} needs experts: give n_expert",
+        )
 
     @property
     def weight_type(self) -> WeightType:

@@ -191,7 +191,7 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
     try:
         header = read_header(path, "give a .gguf file that has a vocabulary")
         if header is None:
-            raise DamagedError("has a GGUF version that this cbatch does not know")
+            raise DamagedError("has a version of GGUF that this cbatch does not know")
         for fault in _faults(header):
             raise DamagedError(fault)
         values = dict(_read_values(path, header))

@@ -52,8 +52,8 @@ class VectorWorkload:
     def sizes(self) -> str:
         """The sizes in words."""
         low, high = self.own
-        under = f" under a query of {self.n_query}" if self.n_query else ""
-        return f"{self.n_texts} of {low}–{high} a call{under}"
+        under = f" with a query of {self.n_query}" if self.n_query else ""
+        return f"{self.n_texts} texts of {low}–{high} a call{under}"
 
     def calls(self, tokenize: Tokenize, n: int, seed: str) -> list[TextCall]:
         """Return `n` calls, whose texts all differ; equal for equal seeds."""
@@ -77,8 +77,8 @@ class VectorWorkload:
 VECTOR_WORKLOADS: Mapping[str, VectorWorkload] = {
     workload.name: workload
     for workload in (
-        VectorWorkload("embed", "vectors of mixed texts", 16, (5, 400)),
-        VectorWorkload("rerank", "documents under a query", 32, (20, 100), 300),
+        VectorWorkload("embed", "embeddings of texts of all lengths", 16, (5, 400)),
+        VectorWorkload("rerank", "scores of documents for a query", 32, (20, 100), 300),
     )
 }
 
@@ -97,7 +97,7 @@ def vector_workload(
     """
     made = VECTOR_WORKLOADS[name]
     if n_common is not None and not made.n_query:
-        raise ConfigError(f"{name} has no tokens in common: leave --common-tokens out")
+        raise ConfigError(f"texts of {name} have no common tokens: leave --common-tokens out")
     made = replace(
         made,
         own=made.own if own is None else own,
@@ -106,7 +106,7 @@ def vector_workload(
     low, high = made.own
     if not 1 <= low <= high:
         raise ConfigError(
-            f"tokens of texts must be at least 1, the smaller number first, not {low}-{high}"
+            f"tokens of texts must be 1 or more, with the smaller number first, not {low}-{high}"
         )
     if n_common is not None and n_common < 1:
         raise ConfigError(f"tokens of the query must be at least 1, not {n_common}")

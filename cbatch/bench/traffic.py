@@ -39,7 +39,9 @@ class Arrival:
 
     def __post_init__(self) -> None:
         if type(self.at_s) not in (int, float) or not 0 <= self.at_s < math.inf:
-            raise ConfigError(f"at_s must be seconds from the beginning, not {self.at_s!r}")
+            raise ConfigError(
+                f"at_s must be a time in seconds after the start, at least 0, not {self.at_s!r}"
+            )
         for name in ("n_prompt", "n_output"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ConfigError(f"{name} must be a whole number above 0, not {value!r}")
@@ -57,7 +59,7 @@ def poisson(
         ("rate", rate, 0.0), ("mean_prompt", mean_prompt, 1.0), ("mean_output", mean_output, 1.0),
     ):  # fmt: skip
         if not value >= low or not value:
-            raise ConfigError(f"{name} must be at least {low:g} and not 0, not {value!r}")
+            raise ConfigError(f"{name} must be above 0 and at least {low:g}, not {value!r}")
     return _poisson(rate, n, mean_prompt, mean_output, random.Random(seed))
 
 
@@ -99,7 +101,9 @@ def _arrivals(lines: Iterable[str], name: str) -> Iterator[Arrival]:
         try:
             arrival = _arrival(json.loads(line))
             if arrival.at_s < last_s:
-                raise ConfigError(f"at_s must not decrease, from {last_s} to {arrival.at_s}")
+                raise ConfigError(
+                    f"at_s is {arrival.at_s}, but {last_s} in the request before: sort requests by at_s"
+                )
         except ValueError as error:  # ConfigError and bad JSON are ValueErrors
             raise ConfigError(f"{name}, line {number}: {error}") from error
         last_s = arrival.at_s
@@ -112,5 +116,7 @@ def _arrival(data: Any) -> Arrival:
     known = {f.name for f in fields(Arrival)}
     missing, unknown = {"at_s", "n_prompt", "n_output"} - data.keys(), data.keys() - known
     if missing or unknown:
-        raise ConfigError(f"missing: {sorted(missing)}, unknown: {sorted(unknown)}")
+        raise ConfigError(
+            f"a request lacks the fields {sorted(missing)}, and has the unknown fields {sorted(unknown)}"
+        )
     return Arrival(**data)

@@ -257,7 +257,7 @@ class Tuner:
             return f"refused: {tried.refused}"
         worth = self.worth(tried)
         if not worth:
-            return "not enough rounds"
+            return "too few rounds to tell"
         faster, slower = ([job for job, w in worth.items() if w.sign == sign] for sign in (1, -1))
         said = [f"faster in {', '.join(faster)}"] * bool(faster)
         said += [f"slower in {', '.join(slower)}"] * bool(slower)

@@ -121,7 +121,7 @@ class VectorComparison:
             if not is_alike:
                 what = "difference of scores" if workload.n_query else "cosine"
                 self.refused.append(
-                    f"{workload.name}: {side.name}: has another model, or computes otherwise: {what} {apart:.4f}"
+                    f"{workload.name}: {side.name}: has another model or other results: {what} {apart:.4f}"
                 )
                 continue
             self.apart[workload.name, side.name] = apart

@@ -75,7 +75,7 @@ def llama_embed_side(model: str, settings: Mapping[str, Any]) -> Iterator[Do]:
 
     def embed(call: TextCall) -> Rows:
         if call.query is not None:
-            raise ConfigError("llama-cpp-python does not rerank")
+            raise ConfigError("llama-cpp-python cannot rerank: leave this side out")
         rows: Rows = llama.embed(call.texts, normalize=True)
         return rows
 

@@ -79,7 +79,9 @@ def unlikely(requests: Sequence[WorkRequest], margins: Sequence[Sequence[float]]
             wrong += sum(margin < -TIE for margin in found)
     n_tokens = sum(map(len, margins))
     return (
-        [f"{wrong} of {n_tokens} tokens are not the model's, given those before"] if wrong else []
+        [f"{wrong} of {n_tokens} tokens are unlikely by the model itself, given the tokens before"]
+        if wrong
+        else []
     )
 
 
@@ -103,7 +105,7 @@ def unlikely_text(alone: float, margins: Sequence[Sequence[float]]) -> list[str]
     if share >= LEAST_OF_ALONE * alone:
         return []
     return [
-        f"{share:.0%} of the text's tokens are likely, given those before; alone {alone:.0%} are"
+        f"only {share:.0%} of the text's tokens are likely by the model itself; of its own answers, {alone:.0%} are"
     ]
 
 
@@ -121,7 +123,7 @@ def problems(requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer])
         found.append(f"{len(requests) - len(answers)} of {len(requests)} requests have no answer")
     heard = [a for a in answers if not a.error]
     if heard and not any(a.n_output for a in heard):
-        found.append("no answer has a token")
+        found.append("all answers are empty")
     other = [
         a
         for a in heard
@@ -130,12 +132,12 @@ def problems(requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer])
     if other:
         first = other[0]
         found.append(
-            f"{_of(other, answers)} have other prompts: {first.n_prompt} tokens of {asked[first.id].n_prompt}"
+            f"{_of(other, answers)} have other prompts: one has {first.n_prompt} tokens, not {asked[first.id].n_prompt}"
         )
     elif cut := [a for a in heard if _is_cut(asked[a.id], a)]:
         first = cut[0]
         found.append(
-            f"{_of(cut, answers)} are cut: {first.n_output} tokens of {asked[first.id].n_output}"
+            f"{_of(cut, answers)} have short answers: one has {first.n_output} of {asked[first.id].n_output} tokens"
             f", finish reason {first.finish}"
         )
     return found
@@ -181,7 +183,7 @@ def differences(
         share, what = MOST_DIFFERENT, "first tokens"
     if len(other) <= share * len(pairs):
         return []
-    return [f"{len(other)} of {len(pairs)} {what} differ from those of the same requests alone"]
+    return [f"{len(other)} of {len(pairs)} {what} differ from those of the same requests run alone"]
 
 
 def _of(some: Sequence[MeasuredAnswer], every: Sequence[MeasuredAnswer]) -> str:

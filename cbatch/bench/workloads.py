@@ -105,9 +105,9 @@ WORKLOADS: Mapping[str, Workload] = {
     for w in (
         Workload("decode", "short prompts, long answers", (16, 16), (128, 128)),
         Workload("mixed", "prompts and answers of all lengths", (32, 256), (16, 128)),
-        Workload("shared", "prompts that begin alike", (20, 20), (32, 32), n_common=600),
+        Workload("shared", "prompts with a common beginning", (20, 20), (32, 32), n_common=600),
         Workload("burst", "many short questions", (8, 24), (4, 16)),
-        Workload("chat", "turns of chats", (24, 48), (32, 32), n_common=64, n_turns=4),
+        Workload("chat", "chats of several turns", (24, 48), (32, 32), n_common=64, n_turns=4),
         Workload(
             "json",
             "answers that match a JSON schema",
@@ -144,7 +144,7 @@ def workload_of(
     for what, (low, high) in (("prompts", made.own), ("answers", made.output)):
         if not 1 <= low <= high:
             raise ConfigError(
-                f"tokens of {what} must be at least 1, the smaller number first, not {low}-{high}"
+                f"tokens of {what} must be 1 or more, with the smaller number first, not {low}-{high}"
             )
     if made.n_common < 0:
         raise ConfigError(f"tokens in common must be at least 0, not {made.n_common}")
@@ -176,7 +176,9 @@ def read_requests(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Chain
             except (ValueError, CBatchError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     if not chains:
-        raise ConfigError(f"{path}: has no requests")
+        raise ConfigError(
+            f'{path}: has no requests: give JSON lines with "prompt" and "max_tokens"'
+        )
     return chains
 
 

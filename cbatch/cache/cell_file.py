@@ -105,7 +105,10 @@ def file_parts(key: str, cells: CachedCells, fingerprint: Fingerprint) -> list[b
         states, version = [cells.data, cells.checkpoint], _VERSION_WITH_CHECKPOINT
     header = _encoded(_json(said))
     if len(header) > _MAX_HEADER:
-        raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
+        raise CacheError(
+            key,
+            f"key and fingerprint have more than {_MAX_HEADER:,} bytes together: shorten the key",
+        )
     head = _PREFIX.pack(_MAGIC, version, len(header)) + header
     head += np.array(cells.tokens, "<i4").tobytes()
     head += hashlib.sha256(head).digest()
@@ -160,7 +163,7 @@ class FileReader:
         tokens: list[int] = self.take(4 * header.n_tokens).view("<i4").tolist()
         self.check()
         if file_name(header.key, header.fingerprint) != self._name:
-            raise BadFileError("belongs to another key or fingerprint")
+            raise BadFileError("has the name of another key or fingerprint")
         return header, tokens
 
     def _header(self) -> FileHeader:
@@ -171,7 +174,7 @@ class FileReader:
             raise BadFileError("is not a file of cells")
         if version not in (_VERSION, _VERSION_WITH_CHECKPOINT):
             known = f"{_VERSION} and {_VERSION_WITH_CHECKPOINT}"
-            raise BadFileError(f"is of version {version}, and this cbatch reads {known}")
+            raise BadFileError(f"is of version {version}, but this cbatch reads versions {known}")
         if n_header > _MAX_HEADER:
             raise BadFileError("has a damaged header")
         has_checkpoint = version == _VERSION_WITH_CHECKPOINT
@@ -179,7 +182,7 @@ class FileReader:
         n_states = header.n_data + header.n_checkpoint_data
         n_said = _PREFIX.size + n_header + 4 * header.n_tokens + n_states + 2 * _N_DIGEST
         if n_said != self._n_bytes:
-            raise BadFileError(f"has {self._n_bytes:,} bytes where {n_said:,} should be")
+            raise BadFileError(f"has {self._n_bytes:,} bytes, but should have {n_said:,}")
         return header
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
@@ -191,7 +194,7 @@ class FileReader:
         for start in range(0, n_bytes, _PIECE):
             piece = taken[start : start + _PIECE].data
             if self._file.readinto(piece) < len(piece):
-                raise BadFileError("was cut off meanwhile")
+                raise BadFileError("was cut off while it was read")
             self._hash.update(piece)
         return taken
 

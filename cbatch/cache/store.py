@@ -84,7 +84,7 @@ class CacheStore:
         if n_bytes > self._n_bytes_max:
             raise CacheError(
                 key,
-                f"{n_bytes:,} bytes exceed the limit of {self._n_bytes_max:,} for all files together: "
+                f"its file would have {n_bytes:,} bytes, more than the limit of {self._n_bytes_max:,} for all files: "
                 "raise cache_mib",
             )
         try:
@@ -282,7 +282,7 @@ def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
         default = Path(platformdirs.user_cache_dir("cbatch", appauthor=False), "cells")
         return Path(folder or default).expanduser().absolute()
     except RuntimeError as error:
-        said = f"cache_dir={os.fspath(folder)!r}" if folder else "give a cache_dir"
+        said = f"cache_dir={os.fspath(folder)!r}" if folder else "no default folder: give cache_dir"
         raise ConfigError(f"{said}: {error}") from None
 
 
@@ -292,7 +292,7 @@ def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
 def _differences(wanted: Fingerprint, saved: Fingerprint) -> list[str]:
     names = sorted({*wanted, *saved})
     return [
-        f"{_printable(name)} is {_value(wanted, name)}, was saved with {_value(saved, name)}"
+        f"{_printable(name)} is {_value(wanted, name)}, but was {_value(saved, name)} when the cells were saved"
         for name in names
         if wanted.get(name) != saved.get(name)
     ]

@@ -78,14 +78,14 @@ class AnswerReader:
 
     def _warnings_about(self, parts: Parts, calls: Sequence[ParsedCall]) -> Iterator[str]:
         if parts.n_malformed:
-            yield "what begins as a tool call could not be read as one: it is left in the text"
+            yield "the answer has a malformed tool call: it is left in the text"
         if parts.n_unfinished:
-            yield "the answer was cut off within what begins as a tool call: that part is left out"
+            yield "the answer ends in the middle of a tool call: that call is left out"
         for name in dict.fromkeys(call.name for call in calls):
             if name not in self.tools.functions:
-                yield f"the tool {name!r} is called, which is not among those of the request"
+                yield f"the model called the tool {name!r}, which the request does not offer"
         if n_left := len(parts.calls) - len(calls):
-            yield f"parallel_tool_calls is False: the first call is kept, {n_left} after it left out"
+            yield f"parallel_tool_calls is False: the first call is kept, {n_left} more are left out"
 
 
 class AnswerParts:
@@ -182,7 +182,9 @@ class AnswerParts:
                     self._splitter.advance(self._written, is_end=is_end)
         except Exception as error:  # a request gets its text, whatever the model wrote
             self._is_broken = True
-            self._parts.warnings.append(f"the answer could not be taken apart: {error!r}")
+            self._parts.warnings.append(
+                f"the answer could not be split into text, thinking and calls: {error!r}"
+            )
             if self._splitter is not None:
                 self._splitter.hand_over()
             unread, at = self._unread

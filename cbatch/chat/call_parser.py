@@ -314,14 +314,14 @@ class TaggedArguments:
         while begin := begins.match(text, at):
             end = text.find(self.end, begin.end())
             if end < 0:
-                raise UnfinishedError("a value without an end")
+                raise UnfinishedError("a value has no end")
             value = text[begin.end() : end].removeprefix("\n").removesuffix("\n")
             values[begin["key"]] = _typed(value, types.get(begin["key"]))
             at = _end(_SPACE, text, end + len(self.end))
         if not text.startswith(self.close, at):
             begins_with = self.begin.partition("(")[0]
             is_cut = any(_begin_alike(text, at, mark) for mark in (self.close, begins_with))
-            raise (UnfinishedError if is_cut else ValueError)("arguments without an end")
+            raise (UnfinishedError if is_cut else ValueError)("the arguments have no end")
         return [_call(head["name"], values)], at
 
 
@@ -346,14 +346,14 @@ def _calls_in(value: Any, *, needs_arguments: bool = False) -> list[ParsedCall]:
     if isinstance(value, list):
         return [call for item in value for call in _calls_in(item, needs_arguments=needs_arguments)]
     if not isinstance(value, dict):
-        raise ValueError("a call is an object")
+        raise ValueError("a call must be an object")
     for wrapper in ("tool_calls", "tool_call", "function_call", "function"):
         if isinstance(value.get(wrapper), dict | list):
             return _calls_in(value[wrapper], needs_arguments=needs_arguments)
     name = _first(value, ("name", "tool_name", "function"))
     arguments = _first(value, ("arguments", "parameters", "args"))
     if arguments is None and needs_arguments:
-        raise ValueError("a call has arguments")
+        raise ValueError("a call must have arguments")
     return [_call(name, {} if arguments is None else arguments)]
 
 

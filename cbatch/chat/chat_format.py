@@ -86,7 +86,9 @@ class ChatFormat:
         if not tools and n_thought is None:
             return None
         if n_thought is not None and self._format.has_channels and prompt.messages is not None:
-            words = "thinking in channels, as this chat template has it (gpt-oss), cannot be limited yet"
+            words = (
+                "this chat template has thinking in channels (gpt-oss), which cannot be limited yet"
+            )
             raise UnsupportedOptionError("thinking_budget", reason=words)
         is_one = read_choice(options.tool_choice).is_one or options.parallel_tool_calls is False
         thinking = self._thinking(prompt, text)
@@ -115,7 +117,9 @@ class ChatFormat:
                 n_thought=n_thought,
             )
         if format.thinking is None or n_thought is None:
-            raise ValueError("the model has no reasoning, or no limit for it")
+            raise ValueError(
+                "internal error: the model does not think, or the request has no thinking_budget"
+            )
         return budget_grammar(
             format.thinking, n_thought, thinking=thinking, named_token=named_token
         )

@@ -57,8 +57,8 @@ def call_grammar(
     if format.has_channels:
         raise UnsupportedOptionError(
             "tool_choice",
-            reason="answers in channels, as this chat template has them (gpt-oss), cannot be held to calls yet; "
-            'there is "auto" and "none"',
+            reason="this chat template has answers in channels (gpt-oss), for which calls cannot be forced yet; "
+            'use "auto" or "none"',
         )
     writer = _GrammarWriter(call_syntax(format, tools), named_token, n_thought)
     return Grammar("tool_choice", writer.write(tools, format.thinking, thinking, is_one=is_one))
@@ -248,6 +248,6 @@ def mark_tokens(marks: tuple[str, str], named_token: NamedToken) -> tuple[int, i
     """Return the tokens of the marks. Raises an `UnsupportedOptionError` where one is not a token."""
     begin, end = map(named_token, marks)
     if begin is None or end is None:
-        words = f"{' and '.join(marks)}, the marks of thinking in this chat template, are not one token each"
+        words = f"this chat template marks thinking by {' and '.join(marks)}, which are not one token each"
         raise UnsupportedOptionError("thinking_budget", reason=words)
     return begin, end

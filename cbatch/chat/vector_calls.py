@@ -220,7 +220,7 @@ class EmbedCall(VectorCall):
 
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer."""
-        return "" if engine.can_embed else "this model has no embeddings"
+        return "" if engine.can_embed else "this model cannot embed"
 
     def begun(self, engine: Any) -> list[Any]:
         """Have an engine embed the inputs."""
@@ -249,7 +249,7 @@ def _input(place: str, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return list(token_ids(place, value))
-    raise ConfigError(f"{place} must be a string or token ids, not {shown(value)}")
+    raise ConfigError(f"{place} must be a string or a list of token ids, not {shown(value)}")
 
 
 # ---- rerank ----
@@ -383,7 +383,7 @@ class ScoreCall(VectorCall):
             first *= len(second)
         if len(first) != len(second):
             words = f"text_1 has {len(first)} texts and text_2 {len(second)}"
-            raise ConfigError(f"{words}: give one and any number, or equally many")
+            raise ConfigError(f"{words}: give one text in text_1, or as many as in text_2")
         settings = _settings(body, _OF_BOTH) | _raw(body)
         return cls([*zip(first, second, strict=True)], settings, _model_in(body))
 

@@ -37,11 +37,11 @@ def ask(
     system: Annotated[str | None, option(help="System message.", default="nothing")] = None,
     image: Annotated[
         list[Path] | None,
-        option(help="A picture before the question; may be given more than once.", default="none"),
+        option(help="A picture to put before the question; may be repeated.", default="none"),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        option(help="A sound before the question; may be given more than once.", default="none"),
+        option(help="A sound to put before the question; may be repeated.", default="none"),
     ] = None,
     given: Given,
 ) -> None:
@@ -74,7 +74,7 @@ def ask(
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-_NO_LONGER = ", and the model was trained for no longer texts"
+_NO_LONGER = ", and the model was not trained for longer texts"
 
 
 class Conversation:
@@ -154,7 +154,7 @@ def _converse(
     """Answer questions until there are no more; return how many failed."""
     n_failed = 0
     if stdin().isatty():
-        say("cbatch: an empty line ends the conversation")
+        say("cbatch: type an empty line to end the conversation")
     question = question or _next_question()
     while question:
         with suppress(KeyboardInterrupt):
@@ -228,7 +228,7 @@ def _advice(error: cbatch.RequestError, conversation: Conversation) -> str:
 def _first_question(prompt: str | None) -> str:
     if prompt is None or prompt == "-":
         if stdin().isatty():
-            say("cbatch: type the question; Ctrl-D on a line of its own ends it")
+            say("cbatch: type the question, then Ctrl-D on a line of its own")
         prompt = _decode(stdin().read())
     if not prompt.strip():
         raise cbatch.ConfigError("the question is empty: give a PROMPT, or text on stdin")

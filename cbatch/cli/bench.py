@@ -68,7 +68,7 @@ def bench(
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- WORDS]", help="Arguments for the --case."),
+        typer.Argument(metavar="[-- WORDS]", help="Arguments for --case."),
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,
@@ -90,15 +90,17 @@ def bench(
             metavar="FILE",
         ),
     ] = None,
-    at_once: Annotated[str, _request("Requests at once.", metavar="NUMBERS")] = "1,4,16",
+    at_once: Annotated[str, _request("Numbers of requests at once.", metavar="NUMBERS")] = "1,4,16",
     rate: Annotated[
         str | None,
         _request(
-            "Requests a second, at random times, instead of --at-once.", "none", metavar="NUMBERS"
+            "Rates of requests a second, which come at random times, instead of --at-once.",
+            "none",
+            metavar="NUMBERS",
         ),
     ] = None,
     count: Annotated[
-        int | None, _request("Requests in a round.", "4 for each at once", min=1)
+        int | None, _request("Requests in a round.", "4 for each request at once", min=1)
     ] = None,
     prompt_tokens: Annotated[
         str | None,
@@ -114,10 +116,15 @@ def bench(
     rounds: Annotated[int, _request("Rounds of each measurement.", min=1)] = 3,
     seed: Annotated[int, _request("Seed of all random choices.", min=0)] = 1,
     warm: Annotated[
-        bool, _request("Also send each round's requests a second time.", None, "--warm")
+        bool,
+        _request(
+            "Also send each round's requests a second time, with prompts in the cache.",
+            None,
+            "--warm",
+        ),
     ] = False,
     stream: Annotated[
-        bool, _request("Read answers as they come.", None, "--stream/--no-stream")
+        bool, _request("Have answers streamed.", None, "--stream/--no-stream")
     ] = True,
     sides: Annotated[
         str | None,
@@ -129,29 +136,42 @@ def bench(
     ] = None,
     llama_server: Annotated[
         Path | None,
-        _side("llama-server, started with the same slots and memory.", "none", metavar="PATH"),
+        _side(
+            "Program llama-server to compare with, started with the same slots and memory.",
+            "none",
+            metavar="PATH",
+        ),
     ] = None,
     against: Annotated[
         list[str] | None,
         _side(
-            "A server in OpenAI's format with the same model; may be repeated.",
+            "A running server with the same model and OpenAI's API; may be repeated.",
             "none",
             metavar="URL",
         ),
     ] = None,
     against_model: Annotated[
-        str | None, _side("The model's name there.", "the first listed", metavar="NAME")
+        str | None,
+        _side("The model's name on the servers of --against.", "the first listed", metavar="NAME"),
     ] = None,
     api_key: Annotated[str | None, _side("API key for --against.", "none", metavar="KEY")] = None,
-    timeout_s: Annotated[float, _side("Most seconds for a server's answer.", min=0.001)] = 600.0,
-    json_file: Annotated[Path | None, _file("Write all figures.", "none", "--json")] = None,
-    markdown_file: Annotated[Path | None, _file("Write the tables.", "none", "--markdown")] = None,
-    html_file: Annotated[Path | None, _file("Write a page with plots.", "none", "--html")] = None,
-    svg_file: Annotated[Path | None, _file("Write a plot of the rates.", "none", "--svg")] = None,
+    timeout_s: Annotated[float, _side("Seconds to wait for a server's answer.", min=0.001)] = 600.0,
+    json_file: Annotated[
+        Path | None, _file("Write all figures to this file.", "none", "--json")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, _file("Write the tables to this file.", "none", "--markdown")
+    ] = None,
+    html_file: Annotated[
+        Path | None, _file("Write a page with plots to this file.", "none", "--html")
+    ] = None,
+    svg_file: Annotated[
+        Path | None, _file("Write a plot of the rates to this file.", "none", "--svg")
+    ] = None,
     sources: Annotated[
         list[str] | None,
         _file(
-            "Draw --svg from a file of --json instead of measuring; may be repeated.",
+            "Measure nothing: draw --svg from this file of --json; may be repeated.",
             "none",
             "--from",
         ),
@@ -171,10 +191,10 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure a model on this machine against one request after another, a bare loop, and servers.
+    """Measure a model on this machine, compared with one request at a time, a bare loop and servers.
 
-    Prompts have an exact number of tokens. All sides answer the same requests in turn; rates of
-    wrong answers are refused. After Ctrl-C, the results so far are printed.
+    Prompts have an exact number of tokens. All sides answer the same requests in turn; a side gets
+    no rate for wrong answers. After Ctrl-C, the results so far are printed.
 
     Example: cbatch bench model.gguf --llama-server ~/llama.cpp/build/bin/llama-server
     """
@@ -196,7 +216,7 @@ def bench(
     if sources:
         if model is not None or not svg_file or json_file or markdown_file or html_file:
             raise ConfigError(
-                "--from measures nothing: give --svg FILE, no MODEL and no other file"
+                "--from measures nothing: give --svg FILE, and neither MODEL nor another output file"
             )
         _draw(sources, _names(workload), svg_file)
         return
@@ -258,7 +278,7 @@ def _run(comparison: "Comparison | VectorComparison") -> bool:
         try:
             comparison.run()
         except KeyboardInterrupt:
-            say("interrupted: these are the rounds before")
+            say("interrupted: these are the complete rounds")
             return True
         finally:
             comparison.close()
@@ -394,7 +414,9 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 < rate < float("inf") for rate in found):
-        raise ConfigError(f"rate must be requests a second, such as 0.5,2, above 0, not {text!r}")
+        raise ConfigError(
+            f"rate must be numbers of requests a second above 0, such as 0.5,2, not {text!r}"
+        )
     return list(dict.fromkeys(found))
 
 
@@ -403,7 +425,9 @@ def _span(name: str, text: str | None) -> tuple[int, int] | None:
         return None
     low, _, high = text.partition("-")
     if not low.isdecimal() or not (high or low).isdecimal():
-        raise ConfigError(f"{name} must be a number of tokens, or two as 32-256, not {text!r}")
+        raise ConfigError(
+            f"{name} must be a number of tokens, or a range such as 32-256, not {text!r}"
+        )
     return int(low), int(high or low)
 
 
@@ -427,7 +451,9 @@ def _vector_workloads(
     if not found:
         return []
     if others := [name for name in named if name not in found]:
-        raise ConfigError(f"{', '.join(found)} and {', '.join(others)}: measure them one at a time")
+        raise ConfigError(
+            f"{', '.join(found)} and {', '.join(others)} cannot be measured together: run them one at a time"
+        )
     own = _span("prompt_tokens", prompt_tokens)
     return [vector_workload(name, own=own, n_common=n_common) for name in found]
 
@@ -477,7 +503,7 @@ def _of_file(
     requests = [request for chain in chains for request in chain]
     prompts, outputs = [r.n_prompt for r in requests], [r.n_output for r in requests]
     own, output = (min(prompts), max(prompts)), (min(outputs), max(outputs))
-    return [Workload(path.stem, f"{len(requests)} requests of a file", own, output)], chains
+    return [Workload(path.stem, f"{len(requests)} requests from a file", own, output)], chains
 
 
 def _window(kinds: "Sequence[Workload]", asked: int | None, n_trained: int) -> int:
@@ -486,10 +512,12 @@ def _window(kinds: "Sequence[Workload]", asked: int | None, n_trained: int) -> i
     longest = max(kinds, key=lambda kind: kind.n_window)
     window = asked or max(needed, min(_N_WINDOW, n_trained))
     if needed > window or (asked is None and window > n_trained):
-        room = f"a slot of {window:,}" if asked else f"the {n_trained:,} the model was trained for"
+        room = (
+            f"a slot holds ({window:,})" if asked else f"the model was trained for ({n_trained:,})"
+        )
         raise ConfigError(
             f"{longest.name} needs a window of {needed:,} tokens, more than {room}: "
-            "give other sizes (--prompt-tokens, --common-tokens, --output-tokens), or --ctx-per-seq"
+            "lower --prompt-tokens, --common-tokens or --output-tokens, or set --ctx-per-seq"
         )
     return window
 
@@ -510,7 +538,7 @@ class Beside:
         for url in self.urls:
             Address.of(url)
         if not self.urls and (self.model is not None or self.key is not None):
-            raise ConfigError("--against-model and --api-key are for --against: give its URL")
+            raise ConfigError("--against-model and --api-key need --against: give the server's URL")
         if self.program is not None and not self.program.is_file():
             raise ConfigError(f"{self.program}: is not a file: give the path of llama-server")
 

@@ -39,8 +39,8 @@ def check_fit(workloads: Sequence[VectorWorkload], text: ModelText) -> None:
         n_most = _n_most(facts)
         if workload.n_longest + _N_SLACK > n_most:
             raise ConfigError(
-                f"{workload.name} needs {workload.n_longest + _N_SLACK:,} tokens, more than the model's {n_most:,}: "
-                "give other sizes (--prompt-tokens, --common-tokens)"
+                f"{workload.name} needs {workload.n_longest + _N_SLACK:,} tokens, but the model takes {n_most:,}: "
+                "lower --prompt-tokens or --common-tokens"
             )
 
 

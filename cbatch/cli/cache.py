@@ -35,8 +35,8 @@ CacheDir = Annotated[
         "--cache-dir",
         metavar="DIR",
         envvar="CBATCH_CACHE_DIR",
-        help="Folder of the files.",
-        default="cbatch/cells among the user's caches",
+        help="Folder of the saved KV caches.",
+        default="cbatch/cells in the user's cache folder",
     ),
 ]
 
@@ -55,7 +55,9 @@ def cache() -> None:
 def ls(
     *,
     cache_dir: CacheDir = None,
-    json: Annotated[bool, option("--json", help="One JSON object a line instead.")] = False,
+    json: Annotated[
+        bool, option("--json", help="Print one JSON object a line instead of a table.")
+    ] = False,
 ) -> None:
     """List the files, the most recently used first.
 
@@ -74,8 +76,10 @@ def ls(
 def rm(
     keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys to remove.")] = None,
     *,
-    all: Annotated[bool, option("--all", help="Remove all files, after a question.")] = False,
-    yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
+    all: Annotated[
+        bool, option("--all", help="Remove all files, after you have confirmed it.")
+    ] = False,
+    yes: Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
     """Remove the files of these keys, for all models.
@@ -83,7 +87,7 @@ def rm(
     Example: cbatch cache rm system-prompt
     """
     if all == bool(keys):
-        raise ConfigError("give either the keys whose files to remove, or --all")
+        raise ConfigError("give the keys of the files to remove, or --all, but not both")
     folder, store = _open(cache_dir)
     if all:
         _remove_all(folder, store, is_sure=yes)
@@ -201,5 +205,5 @@ def _agrees(question: str) -> bool:
 
 def _say_unknown(keys: list[str], folder: Path) -> None:
     if keys:
-        say(f"cbatch: nothing is kept in {folder} under {', '.join(map(repr, keys))}")
+        say(f"cbatch: no file in {folder} has the key {' or '.join(map(repr, keys))}")
         raise typer.Exit(ExitCode.SOME_FAILED)

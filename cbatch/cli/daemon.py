@@ -69,7 +69,7 @@ def daemon(
         int | None,
         option(
             "--port",
-            help="Serve clients at this port of this machine, one at a time; 0 takes a free one.",
+            help="Serve clients of this machine at this TCP port, one at a time; 0 takes a free port.",
             min=0,
             max=65535,
         ),
@@ -79,8 +79,8 @@ def daemon(
     """Control an engine with text commands on stdin or a socket.
 
     Tokens go to stdout as four-byte numbers, text to stderr. At the end of the
-    input, the daemon ends once all requests have. If the first line is JSON,
-    all lines and frames are JSON.
+    input, the daemon ends once all requests have ended. If the first line is
+    JSON, all lines and frames are JSON.
 
     Example: cbatch daemon -m model.gguf --cache-slots 4 --stream-tagged
     """
@@ -179,7 +179,9 @@ def _busy(first: bytes, *, is_tagged: bool) -> bytes:
     """Return what a client is told that comes while another is served, by what it has sent."""
     first = first.removeprefix(BOM_UTF8)
     if first.startswith(b"{"):
-        return refusal(first.partition(b"\n")[0], EngineError("another client is served"))
+        return refusal(
+            first.partition(b"\n")[0], EngineError("another client is connected: try again later")
+        )
     return busy_frames(is_tagged=is_tagged)
 
 
@@ -199,7 +201,7 @@ def _check_call(stream_fd: int | None, socket: Path | None, port: int | None) ->
     if stream_fd is not None and (socket is not None or port is not None):
         name = "--socket" if port is None else "--port"
         raise cbatch.ConfigError(
-            f"with {name}, clients get the stream at the socket: leave out --stream-fd"
+            f"with {name}, the stream goes to the client: leave out --stream-fd"
         )
 
 
@@ -211,7 +213,7 @@ def _stream(fd: int | None) -> int:
         return own
     if fd in (0, _STDERR):
         what = "commands come from" if fd == 0 else "text goes to"
-        raise cbatch.ConfigError(f"--stream-fd {fd} is where {what}: give another one")
+        raise cbatch.ConfigError(f"--stream-fd {fd} is where {what}: give another descriptor")
     try:
         os.write(fd, b"")
     except (OSError, OverflowError) as error:

@@ -25,11 +25,11 @@ def doctor(
         Path | None,
         option(
             metavar="PATH",
-            help="llama.cpp's library to check, or a folder that has it.",
+            help="Library of llama.cpp to check, or a folder that has it.",
             default="LLAMA_CPP_LIB_PATH, else llama-cpp-python's",
         ),
     ] = None,
-    json: Annotated[bool, option("--json", help="One JSON object, for reports of bugs.")] = False,
+    json: Annotated[bool, option("--json", help="Print one JSON object, for bug reports.")] = False,
 ) -> None:
     """Check the installation: versions, llama.cpp's library, processor, devices, and what they compute.
 

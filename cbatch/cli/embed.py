@@ -30,8 +30,8 @@ _DEVICES = names_in(DEVICES, without=("cache_mib", "cache_media"))
 
 COLUMN = option(help="Column with the text.", default="text or prompt", metavar="NAME")
 TRUNCATE = option(
-    help="Shorten texts that are too long at this end: end or start.",
-    default="they are errors",
+    help="Cut texts that are too long at this end: end or start.",
+    default="refuse them",
     autocompletion=among(["end", "start"]),
 )
 INSTRUCTION = option(
@@ -75,8 +75,8 @@ def embed(
 ) -> None:
     """Embed the text of each row.
 
-    CSV, TSV, Parquet, Arrow, JSON lines or plain text in. OUT.parquet has a column
-    of float32 lists, OUT.npy an array, OUT.jsonl and OUT.csv lists of numbers.
+    The input is CSV, TSV, Parquet, Arrow, JSON lines or plain text. OUT.parquet has a
+    column of float32 lists, OUT.npy an array, OUT.jsonl and OUT.csv lists of numbers.
     After Ctrl-C, a crash or a full disk, the same command continues the run.
 
     Example: cbatch embed docs.csv --column text -m model.gguf -o vectors.parquet

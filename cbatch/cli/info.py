@@ -35,7 +35,7 @@ def info(
         ),
     ] = False,
     exact: Annotated[
-        bool, option("--exact", help="As --exactness, with the model loaded with exact=True.")
+        bool, option("--exact", help="Like --exactness, with the model loaded with exact=True.")
     ] = False,
     company: Annotated[
         bool,
@@ -51,9 +51,9 @@ def info(
             help="Measure how long steps take, and show the best prompt budget and number of rows; takes some seconds.",
         ),
     ] = False,
-    json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
+    json: Annotated[bool, option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Show what a model file is, what each slot would hold, and the memory that it takes.
+    """Show what a model file is, what each slot would hold, and how much memory it takes.
 
     Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """
@@ -70,13 +70,13 @@ def info(
 def _costs(model: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
     from cbatch.bench.fitted_costs import fitted_costs  # slow to import
 
-    with busy("measuring what steps cost"):
+    with busy("measuring how long steps take"):
         return fitted_costs(model, settings)
 
 
 _FLASH_ATTENTION = {"auto": "on if this model supports it", "on": "on", "off": "off"}
 _ABSENT = "none in the file"
-_UNTESTED = "together, unless a test at load finds wrong results; --company tests it now"
+_UNTESTED = "together, unless a test while loading finds wrong results; --company tests it now"
 
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
@@ -122,7 +122,7 @@ def _rows_of_file(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["pooling"]:
         yield (
             "vectors",
-            f"{found['n_embedding']:,} numbers, pooling {found['pooling']}, of up to {found['n_embed_max']:,} tokens",
+            f"{found['n_embedding']:,} numbers, pooling {found['pooling']}, for up to {found['n_embed_max']:,} tokens",
         )
 
 
@@ -183,12 +183,15 @@ def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     late = _ms(costs["token_s"] + 1000 * costs["cell_s"])
     yield (
         "prompts",
-        f"{run} more for a step with prompts, and {token} for each of their tokens, {late} after 1,000 others",
+        f"{run} more for a step with prompts, and {token} for each prompt token ({late} after 1,000 others)",
     )
     budgets = [f"{n:,} beside {rows}" for rows, n in costs["budget_tokens"].items()]
     if budgets:
         said = f"{', '.join(budgets)} rows"
-        yield "prompt budget", f"{said}: tokens of a newcomer in a step, while output is streamed"
+        yield (
+            "prompt budget",
+            f"{said}: prompt tokens of a new request in a step, while output is streamed",
+        )
     if costs["cpu_share"] < LEAST_CPU:
         yield (
             "measured",
@@ -196,7 +199,7 @@ def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     n = costs["width"]
     tps = n / costs["rows_s"][str(n)]
-    yield "best width", f"{n} rows, {tps:,.0f} tokens/s: requests at once that compute fastest"
+    yield "best width", f"{n} rows, {tps:,.0f} tokens/s: the fastest number of requests at once"
 
 
 def _ms(seconds: float) -> str:

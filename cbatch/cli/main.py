@@ -153,7 +153,7 @@ class Interrupts:
         never_wait_for_stderr(self._left_out)
 
     def _left_out(self, n: int) -> str:
-        words = f"{n:,} lines left out here: stderr had no room"
+        words = f"{n:,} lines are missing here, because nobody read stderr"
         return event_line("note", text=words) if self.says_events else f"cbatch: {words}"
 
 
@@ -433,7 +433,7 @@ def _root(
             metavar="LEVEL",
             case_sensitive=False,
             default="only deaths and starts of workers",
-            help="Log to stderr from here on: debug, info, warning or error.",
+            help="Log to stderr from this level on: debug, info, warning or error.",
         ),
     ] = None,
     debug: Annotated[bool, option("--debug", help="Show the traceback of an error.")] = False,
@@ -443,7 +443,7 @@ def _root(
     Every option is also read from the environment: --ctx-per-seq of run from
     CBATCH_RUN_CTX_PER_SEQ, --log-level from CBATCH_LOG_LEVEL.
 
-    Exit codes: 0 all fine, 1 some items failed, 2 could not start or go on, 130 interrupted.
+    Exit codes: 0 all fine, 1 some items failed, 2 could not start or continue, 130 interrupted.
 
     Example: cbatch --log-level info run chats.jsonl -m model.gguf -o answers.jsonl
     """

@@ -213,7 +213,7 @@ OPTIONS = (
     _run("demo", "Run 64 chats that show what the shipped model can do.", setting="", type=bool),
     _run(
         "max_time_s",
-        "Stop after this many seconds; the rest is left for the next run.",
+        "Stop after this many seconds; the next run does the remaining items.",
         "as long as it takes",
     ),
     _run(
@@ -241,8 +241,10 @@ OPTIONS = (
         type=str,
         completion=among(["local", "auto"]),
     ),
-    _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
-    _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
+    _run("json", "Print progress and summary as JSON lines on stderr.", setting="", type=bool),
+    _run(
+        "quiet", "Print no progress and no summary.", names=("--quiet", "-q"), setting="", type=bool
+    ),
     _file("errors", "A separate file for items that fail.", "in the output"),
     _file(
         "format",
@@ -278,7 +280,7 @@ OPTIONS = (
     _file("limit", "Most items to run.", "all"),
     _file("shuffle", "Run the items in random order."),
     _file("dedupe", "Compute equal items once, if greedy or with a seed."),
-    _file("strict", "Check the whole input first; stop at an invalid item."),
+    _file("strict", "Check the whole input first; run nothing if an item is invalid."),
     _file("check", "Check the input and count its tokens; run nothing.", setting="", type=bool),
     _file("dry_run", "Run a sample and estimate the time of the whole run.", setting="", type=bool),
     _file("retry_errors", "Run failed items again."),
@@ -286,7 +288,7 @@ OPTIONS = (
     _file("force", "Continue although settings differ; replace a file that is not cbatch's."),
     _file("report", "Write a report page.", "none", metavar="HTML"),
     _file("trace", "Write a trace of all steps, for Perfetto or Chrome.", "none", metavar="JSON"),
-    _file("window", "Items to read ahead for a better order.", "8 a slot"),
+    _file("window", "Items to read ahead, to run them in a faster order.", "8 for each slot"),
     _model(
         "model",
         "A GGUF file, or hf:OWNER/REPO/FILE.gguf.",
@@ -308,7 +310,9 @@ OPTIONS = (
         "2048, fewer if the model was trained for fewer or memory is short",
     ),
     _model("n_ctx", "Tokens that all slots hold together, instead of --ctx-per-seq."),
-    _model("kv", "Memory: auto, partitioned (a part for each slot) or unified (one pool)."),
+    _model(
+        "kv", "KV cache: auto, partitioned (a part for each slot) or unified (one pool for all)."
+    ),
     _model(
         "cache_type_k", "Type of stored keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl."
     ),
@@ -316,7 +320,7 @@ OPTIONS = (
     _model("flash_attn", "Flash attention: auto, on or off."),
     _model(
         "memory_mib",
-        "Most MiB for the KV cache; ignored with --n-ctx, or --parallel and --ctx-per-seq.",
+        "Most MiB for the KV cache; ignored with --n-ctx, or with both --parallel and --ctx-per-seq.",
         "half of what is free",
     ),
     _schedule(
@@ -324,18 +328,22 @@ OPTIONS = (
         f"Which request comes next: {', '.join(get_args(Policy)[:-1])} or {get_args(Policy)[-1]}.",
         completion=among(get_args(Policy)),
     ),
-    _schedule("quantum", "Tokens of a round_robin turn.", "64"),
+    _schedule("quantum", "With --policy round_robin: tokens of a turn.", "64"),
     _schedule("ageing_s", "Seconds of waiting that raise the priority by one.", "10"),
     _schedule(
-        "admission", "In a unified pool: optimistic, or reserve for the worst case.", "optimistic"
+        "admission",
+        "With --kv unified: optimistic, or reserve (room for the longest possible answer).",
+        "optimistic",
     ),
-    _schedule("max_queue", "Most requests that wait.", "any number"),
-    _schedule("when_full", "With --max-queue: wait, or reject items.", "wait"),
+    _schedule("max_queue", "Most requests that may wait.", "any number"),
+    _schedule("when_full", "If --max-queue is reached: wait, or reject items.", "wait"),
     _schedule(
         "ttft",
-        "Waiting prompts: first (one by one, for early first tokens), any (fastest steps), auto.",
+        "Order of waiting prompts: first (one by one, for early first tokens), any (for the fastest steps), auto.",
     ),
-    _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
+    _schedule(
+        "prefill_budget", "Most prompt tokens in a step that also decodes.", "by measured times"
+    ),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule(
         "itl_ms",
@@ -353,7 +361,7 @@ OPTIONS = (
     _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(
         "checkpoint_mib",
-        "MiB of host memory for checkpoints of shared prefixes, with sliding windows and recurrent states.",
+        "MiB of host memory for checkpoints of shared prefixes, which sliding windows and recurrent states need.",
         "an eighth of what is free, at most 4096",
     ),
     _schedule(
@@ -366,7 +374,7 @@ OPTIONS = (
     _device(
         "repack",
         "Layout of the weights in memory: auto (the fastest on this processor), llama (repacked by llama.cpp), "
-        "off (as in the file, shared by processes).",
+        "off (as in the file, so that processes can share the memory).",
     ),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device(
@@ -394,7 +402,7 @@ OPTIONS = (
     ),
     _model(
         "threads",
-        "Threads that compute; a number that is set stays.",
+        "Threads that compute; a given number never changes.",
         "the cores it may use, fewer while other programs use them",
         setting="n_threads",
     ),
@@ -428,7 +436,7 @@ OPTIONS = (
     _model(
         "cache_dir",
         "Folder of KV caches saved under a cache_key.",
-        "the user's, or CBATCH_CACHE_DIR",
+        "CBATCH_CACHE_DIR, else in the user's cache folder",
     ),
     _model(
         "chat_template",
@@ -438,8 +446,12 @@ OPTIONS = (
         read=template_of,
     ),
     _answer("max_tokens", "Most tokens of an answer.", "what the slot holds", type=int),
-    _answer("temperature", "0 is greedy.", "the model's, else 0.8"),
-    _answer("top_k", "0 keeps all.", "the model's, else 40"),
+    _answer("temperature", "Sampling temperature; 0 is greedy.", "the model's, else 0.8"),
+    _answer(
+        "top_k",
+        "Sample from this many of the likeliest tokens; 0: from all.",
+        "the model's, else 40",
+    ),
     _answer(
         "top_p", "Keep the likeliest tokens with this total probability.", "the model's, else 0.95"
     ),
@@ -448,12 +460,12 @@ OPTIONS = (
         "Drop tokens below this share of the likeliest one's probability.",
         "the model's, else 0.05",
     ),
-    _answer("seed", "For repeatable answers.", "drawn"),
+    _answer("seed", "Seed of sampling, for repeatable answers.", "random"),
     _answer("stop", "Text that ends an answer; may be repeated.", read=or_none, type=list[str]),
-    _answer("ignore_eos", "Continue when the model would end.", read=or_none),
+    _answer("ignore_eos", "Continue where the model would end its answer.", read=or_none),
     _answer(
         "choice",
-        "The answer is one of these texts, such as good,bad.",
+        "Have the model answer with one of these texts, such as good,bad.",
         "any text",
         metavar="TEXTS",
         read=parts_of,

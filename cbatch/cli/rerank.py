@@ -30,7 +30,10 @@ def rerank(
         int | None, option("--top-n", "-n", help="Most rows to write.", default="all", min=1)
     ] = None,
     raw_scores: Annotated[
-        bool, option("--raw-scores", help="Scores as the model gives them, not between 0 and 1.")
+        bool,
+        option(
+            "--raw-scores", help="Write scores as the model gives them, instead of between 0 and 1."
+        ),
     ] = False,
     instruction: Annotated[str | None, INSTRUCTION] = None,
     truncate: Annotated[str | None, TRUNCATE] = None,

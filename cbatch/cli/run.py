@@ -48,7 +48,7 @@ def run(
             "-o",
             metavar="OUT",
             help="The file for the records; - is stdout. A run that was stopped continues there.",
-            default="of --demo: text on stdout",
+            default="with --demo: text on stdout",
         ),
     ] = None,
     given: Given,
@@ -59,11 +59,11 @@ def run(
     "user", "content": "Hi"}], "options": {"max_tokens": 9}}. Instead of messages
     they may have a prompt (text to complete, with --chat a question) or tokens
     (ids); id and options are optional. Rows of CSV, TSV, Parquet or JSON need
-    --template, or a column prompt, text or messages; a line of text is a prompt
-    without one. An item's options override those given here.
+    --template, or a column prompt, text or messages; in a text file, each line is
+    a prompt. An item's options override those given here.
 
     After Ctrl-C, a crash or a full disk, the same command continues the run.
-    Ctrl-C once finishes the running items, twice stops now.
+    The first Ctrl-C finishes the running items, a second one stops at once.
 
     Without a model: cbatch run --demo
 
@@ -154,7 +154,7 @@ def ending_with_the_reader(view: View) -> Iterator[None]:
         leave_stdout()
         _tell(
             view,
-            "cbatch: the run ends, because the reader of stdout has left; -o FILE keeps finished answers",
+            "cbatch: the run ends, because stdout was closed; with -o FILE finished answers are kept",
         )
         raise typer.Exit(ExitCode.DONE) from None
 

@@ -81,12 +81,13 @@ _SETTINGS = (
         "any number",
     ),
     _setting(
-        "max_answers_mib", "Most MiB of answers in memory; beyond half, 429 for new requests."
+        "max_answers_mib",
+        "Most MiB of answers in memory; above half of it, new requests get status 429.",
     ),
-    _setting("max_body_mib", "Most MiB of a request, or of a whole message batch."),
+    _setting("max_body_mib", "Most MiB of a request's body, or of a whole message batch."),
     _setting(
         "cors_origin",
-        "Origin whose web pages may call: a URL, localhost (any port), or * for all; may be repeated.",
+        "Origin whose web pages may use the server: a URL, localhost (any port), or * for all; may be repeated.",
         "none",
         setting="cors_origins",
         read=or_none,
@@ -102,11 +103,11 @@ _SETTINGS = (
     ),
     _setting(
         "allow_cache_keys",
-        "Let clients save KV caches on disk (cache_key); each API key has its own.",
+        "Let clients save KV caches on disk (cache_key); each API key has caches of its own.",
     ),
     _setting("strict_fields", "Refuse unknown fields instead of ignoring them."),
     _setting("max_file_mib", "Most MiB of an uploaded file."),
-    _setting("max_stored_mib", "Most MiB of all files together."),
+    _setting("max_stored_mib", "Most MiB of all stored files together."),
     _setting("no_page", "Do not serve the page for trying the model.", setting="page", read=not_),
     _setting("model_required", "Refuse requests that name no model."),
 )
@@ -118,10 +119,12 @@ def serve(
     ctx: typer.Context,
     *,
     host: Annotated[str, _http("The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _http("0 takes a free one.", min=0, max=65535)] = 8080,
+    port: Annotated[
+        int, _http("The port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8080,
     uds: Annotated[
         Path | None,
-        _http("Listen on a socket at this path instead, for this user only.", "none"),
+        _http("Listen on a Unix socket at this path instead, for this user only.", "none"),
     ] = None,
     replicas: Annotated[
         str,
@@ -160,7 +163,8 @@ def serve(
     files_dir: Annotated[
         Path | None,
         _http(
-            "Folder of uploaded files and batches.", "one of the address, among the user's state"
+            "Folder of uploaded files and batches.",
+            "one for each address, in the user's state folder",
         ),
     ] = None,
     log_format: Annotated[
@@ -378,7 +382,7 @@ def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
     keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key]
     if not keys:
-        raise ConfigError(f"{file} has no key: one is expected on each line")
+        raise ConfigError(f"{file} has no key: write one on each line")
     for key in keys:
         check_text("a key", key, 4096)
     return keys

@@ -31,7 +31,7 @@ def synth(
     shape: Annotated[
         str,
         _own(
-            "test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
+            "Sizes of the model: test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or those of "
             "well-known models: 0.5b, 1b, 3b, 8b. For pictures: qwen2-vl, gemma3 (0.2 MB each). For embeddings: bert, "
             "bert-cls, nomic-bert, jina-bert-v2, gemma-embedding, qwen3-embedding (0.2 MB each), minilm (25 MB), "
             "qwen3-0.6b-embedding; for rerank: bert-rerank, qwen3-rerank.",
@@ -75,7 +75,7 @@ def synth(
     tied: Annotated[
         bool | None,
         _size(
-            "Use the weights of the embedding for the output, too, or separate ones.",
+            "Use the weights of the embedding for the output, too (--tied), or separate ones.",
             _OF_SHAPE,
             "--tied/--untied",
         ),
@@ -107,9 +107,9 @@ def synth(
     if is_dash(output):
         raise ConfigError("-: a model cannot be written to stdout: give a file")
     if experts_used is not None and not experts:
-        raise ConfigError("experts_used needs experts: give --experts too")
+        raise ConfigError("--experts-used needs experts: give --experts, too")
     if full_every is not None and not (SHAPES[shape].n_window if window is None else window):
-        raise ConfigError("full_every needs a window: give --window too")
+        raise ConfigError("--full-every needs a sliding window: give --window, too")
     check_new(output, force=force)
     if mmproj is not None:
         from cbatch.bench.synthetic_projector import write_projector
@@ -142,6 +142,6 @@ def synth(
     if sizes.substituted_rows and not sizes.weight_type.is_direct:
         widths = " and ".join(map(str, sizes.substituted_rows))
         say(
-            f"{path}: rows of {widths} numbers are not a multiple of {sizes.weight_type.n_block}: llama.cpp gives "
-            "their matrices a type near it, as in its own files"
+            f"{path}: rows of {widths} numbers are not a multiple of {sizes.weight_type.n_block}, so llama.cpp "
+            f"stored their matrices in a type similar to {sizes.type}"
         )

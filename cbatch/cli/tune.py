@@ -55,16 +55,17 @@ def tune(
         int | None, option(min=1, max=4096, help="Requests at once.", default="as many as slots")
     ] = None,
     json_file: Annotated[
-        Path | None, option("--json", metavar="FILE", help="Write all figures.", default="none")
+        Path | None,
+        option("--json", metavar="FILE", help="Write all figures to this file.", default="none"),
     ] = None,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
-    quiet: Annotated[bool, option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Annotated[bool, option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Measure what each setting is worth for a model on this machine, and name the flags to use.
 
-    Settings that are given stay as they are; each other one is compared with its default, in turn,
-    on the jobs decode, mixed and shared of `cbatch bench`. Leave the machine alone meanwhile. After
-    Ctrl-C, the results so far are printed. A result on flash attention is kept for later loads.
+    Settings that are given stay as they are. Each other one is changed, in turn, and compared with its
+    default on the jobs decode, mixed and shared of `cbatch bench`. Leave the machine alone meanwhile.
+    After Ctrl-C, the results so far are printed. The result for flash attention is kept for later loads.
 
     Example: cbatch tune model.gguf --minutes 30 --json tuned.json
     """
@@ -139,8 +140,8 @@ def _check_window(jobs: "list[Workload]", n_window: int) -> None:
     n_needed = max(job.n_window for job in jobs) + _N_SLACK
     if n_needed > n_window:
         raise ConfigError(
-            f"the jobs need {n_needed:,} tokens a slot, and it has {n_window:,}: raise --ctx-per-seq, if the model was "
-            "trained for so many"
+            f"the jobs need slots of {n_needed:,} tokens, but have {n_window:,}: raise --ctx-per-seq, if the model "
+            "was trained for so many"
         )
 
 
@@ -194,10 +195,10 @@ def _remarks(tuner: "Tuner", *, is_noted: bool) -> Iterator[str]:
         yield "other programs were busy: run it again on a quiet machine; nothing was kept for later loads"
     if is_noted and (found := tuner.attention()):
         word = "off" if found[0] else "on"
-        yield f"flash attention {word} is kept for later loads with these settings; it needs no flag"
+        yield f"flash attention {word} is kept for later loads with these settings; no flag is needed"
     if untold := tuner.untold:
         names = "; ".join(_flags(change.settings) for change in untold)
-        yield f"not measured: {names}. All takes about {tuner.needed_s / 60:.0f} minutes (--minutes)"
+        yield f"not measured: {names}. To measure all takes about {tuner.needed_s / 60:.0f} minutes (--minutes)"
 
 
 def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
@@ -209,7 +210,7 @@ def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
         worth = tuner.worth(tried)
         ratios = [str(worth[name]) if name in worth else "–" for name in names]
         rows.append((_flags(tried.change.settings), *ratios, tuner.verdict(tried)))
-    title = "times as fast as with these settings, and the noise"
+    title = "speed with the change over speed without it, ± noise"
     table = TextTable(title, ("setting", *names, "verdict"), rows)
     show_tables([table] if rows else [], [*_remarks(tuner, is_noted=is_noted)], [], facts)
     write(_advised(tuner, is_noted=is_noted) + "\n")

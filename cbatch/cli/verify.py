@@ -17,7 +17,7 @@ from cbatch.files.places import check_place
 @takes("llama_library")
 def verify(
     file: Annotated[
-        Path | None, model_argument("A GGUF file whose exact=True is proven at length.")
+        Path | None, model_argument("A GGUF file with which exact=True is tested at length.")
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,
@@ -32,7 +32,7 @@ def verify(
     ] = None,
     parallel: Annotated[int, option(help="Sequences at once.", min=2, max=256)] = 4,
     timeout_s: Annotated[
-        float, option(help="Most seconds for a model; then its process is killed.", min=1)
+        float, option(help="Most seconds for each model; then its process is killed.", min=1)
     ] = 600.0,
     count: Annotated[
         int,
@@ -51,7 +51,7 @@ def verify(
         option("--json", help="Print a JSON object per model, one a line, instead of a table."),
     ] = False,
 ) -> None:
-    """Test the guarantee of exact=True for MODEL, or every model of a folder in a batch and alone.
+    """Test exact=True for MODEL, or compare results in a batch and alone for each model of a folder.
 
     Example: cbatch verify model.gguf --parallel 16
     """

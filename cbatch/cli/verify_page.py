@@ -20,18 +20,18 @@ def lines_of(proof: "Proof") -> Iterator[str]:
     when = "in an earlier load" if proof.is_remembered else "now"
     yield f"exactness: {proof.exactness}{steps} (probe: {proof.probe_s:.1f} s, {when})"
     groups = "; ".join(ranges(widths) for widths in proof.widths)
-    yield f"rows of a step that give the same bits: {groups}"
+    yield f"numbers of rows in a step with bit-identical results: {groups}"
     for check in proof.checks:
         equal = "all" if check.n_equal == check.n_tokens else f"only {check.n_equal:,}"
         more = f", {check.n_cached:,} prompt tokens shared" if check.n_cached else ""
         yield f"{check.name}: {equal} of {check.n_tokens:,} tokens as alone{more}, {check.n_pad_rows:,} pad rows"
     if proof.ties:
         ties = ", ".join(f"{tie.margin:.2g}" for tie in proof.ties)
-        yield f"nearest ties, in log-probability: {ties} (median {proof.median_margin:.2g})"
+        yield f"smallest leads of the likeliest token, in log-probability: {ties} (median {proof.median_margin:.2g})"
     for price in proof.prices:
         yield (
             f"price, {price.name}: {price.exact_tps:,.0f} tokens/s with exact, {price.default_tps:,.0f} without, "
-            f"median of the rounds' ratios {price.ratio:.2f}"
+            f"median ratio of all rounds {price.ratio:.2f}"
         )
 
 

@@ -402,7 +402,9 @@ class MultiRequestBatcher:
             self._store(driver, has_cells=has_cells)
         else:
             if driver.request.options.save_cache and driver.error is None:
-                driver.warnings.append("the cells were not saved: it had no slot when it ended")
+                driver.warnings.append(
+                    "the cells were not saved: the request had no slot when it ended"
+                )
             self._ended.append(driver)
         self.forget_cells(driver)
         self._deadlines.note_end()
@@ -434,7 +436,9 @@ class MultiRequestBatcher:
         elif want.n_cells:
             self.wants.store(want)
         else:
-            driver.warnings.append("the cells were not saved: none were left when it ended")
+            driver.warnings.append(
+                "the cells were not saved: the request had lost them when it ended"
+            )
             self.end_storing(driver)
 
     def _order_writes(self, lost: Collection[int]) -> None:
@@ -442,7 +446,7 @@ class MultiRequestBatcher:
         for _, key in self.cells.saves:
             want = self.storing[key]
             if key in lost:
-                why = "the cells were not saved: they could not be copied out"
+                why = "the cells were not saved: they could not be copied to host memory"
                 want.driver.warnings.append(why)
                 self.end_storing(want.driver)
             else:

@@ -112,8 +112,8 @@ class KvLedger:
                 or n_more > self.n_pool - self.n_used
             ):
                 raise LedgerError(
-                    f"slot {slot} cannot hold {n} of {self.n_window} cells, "
-                    f"{self.n_free_cells} are free"
+                    f"slot {slot} cannot hold {n} cells: its window is {self.n_window}, "
+                    f"and {self.n_free_cells} cells are free"
                 )
             self.n_cells[slot] = n
             self.n_used += n_more
@@ -128,7 +128,9 @@ class KvLedger:
         """Remove all but the first `n_cells` cells of a slot."""
         n_less = self.n_cells[slot] - n_cells
         if n_less < 0:
-            raise LedgerError(f"slot {slot} has {self.n_cells[slot]} cells, not {n_cells}")
+            raise LedgerError(
+                f"slot {slot} has {self.n_cells[slot]} cells and cannot keep {n_cells}"
+            )
         self.n_cells[slot] = n_cells
         self.n_used -= self._drop_blocks(slot, n_less) if self.is_overcommitted else n_less
 
@@ -138,7 +140,7 @@ class KvLedger:
             self.add(slot, n_cells)
             return
         if self.holders[slot] is None or self.n_cells[slot] or n_cells > self.n_cells[source]:
-            raise LedgerError(f"slot {slot} cannot have {n_cells} cells of slot {source}")
+            raise LedgerError(f"slot {slot} cannot share {n_cells} cells of slot {source}")
         n = 0
         for block in self._blocks[source]:
             if n == n_cells:
@@ -216,13 +218,13 @@ def _of_ledger(ledger: KvLedger) -> Iterator[str]:
     if n_free != ledger.n_free_slots:
         yield f"{n_free} slots are free, but the count is {ledger.n_free_slots}"
     if not all(0 <= n <= ledger.n_window for n in ledger.n_cells):
-        yield f"slots of {ledger.n_window} cells hold {ledger.n_cells} cells"
+        yield f"slots with windows of {ledger.n_window} cells hold {ledger.n_cells} cells"
     n_used = sum(ledger.n_cells)
     if ledger.is_overcommitted:
         n_used = sum({id(b): b.n for blocks in ledger.blocks for b in blocks}.values())
         held = [b for blocks in ledger.blocks for b in blocks]
         if any(b.n < 1 or b.n_slots != held.count(b) for b in held):
-            yield "cells are shared by other slots than the count says"
+            yield "a block of cells is in another number of slots than its count says"
         if [sum(b.n for b in blocks) for blocks in ledger.blocks] != ledger.n_cells:
             yield f"slots hold {ledger.n_cells} cells, but their blocks have other lengths"
     if not n_used == ledger.n_used <= ledger.n_pool:

@@ -429,7 +429,7 @@ class SequenceDriver:
             How many tokens stay before the removed ones, and how many of the removed ones had cells.
         """
         if self.window is None:
-            raise SequenceStateError(f"the window of {self.request.id!r} does not move")
+            raise SequenceStateError(f"{self.request.id!r} has no moving window (n_discard)")
         n_keep, n_discard = self.window.n_keep, n_times * self.window.n_discard
         del self.tokens[n_keep : n_keep + n_discard]
         self.window.n_shifts += n_times
@@ -497,9 +497,7 @@ class SequenceDriver:
     def take_scores(self, span: Span, scores: Sequence[TokenLogprobs], now: float) -> bool:
         """Take the scores of a span's targets; if one is NaN or missing, end the sequence and return False."""
         if len(scores) != len(span.targets):
-            words = (
-                f"internal error: {len(span.targets)} tokens were to be scored, {len(scores)} were"
-            )
+            words = f"internal error: got {len(scores)} scores for {len(span.targets)} tokens"
             self.finish("error", now, RequestFailedError(words))
             return False
         if self.scores is None or self.scores.take(span.start, scores):
@@ -571,7 +569,7 @@ class SequenceDriver:
         """End a sequence whose row gave no token; `stands_for` is the negative value that came in its place."""
         bias = self.request.options.logit_bias or {}
         if stands_for != EMPTY_ROW:
-            reason = "the model's logits are not numbers"
+            reason = "the model's logits are NaN or infinite"
         elif self.request.grammar is not None:
             reason = f"every token that the grammar allows is ruled out by {self._bans}"
             self._fail_grammar(reason, now)

@@ -434,7 +434,7 @@ class ContinuousBatchScheduler:
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
             raise PlanError(
-                f"internal error: no progress: {n_running} run, {seen.n_waiting} wait, "
+                f"internal error: no progress: {n_running} requests run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
             )
 

@@ -224,8 +224,8 @@ _READERS: Mapping[str, Callable[[Line, str], Line]] = {
 }
 
 _NOT_HERE: Mapping[str, str] = {
-    "RESTORE_CHAIN": "a prompt takes over the cells of one beginning; use RESTORE",
-    "SNAPSHOT_THIN": "a snapshot begins at the first token; use SNAPSHOT",
+    "RESTORE_CHAIN": "a prompt can begin with one snapshot only; use RESTORE",
+    "SNAPSHOT_THIN": "every snapshot begins at the first token; use SNAPSHOT",
     "PARK": "the weights stay in memory",
     "UNPARK": "the weights stay in memory",
     "COMPRESS": "prompts are computed as they are",

@@ -178,7 +178,7 @@ class Lines:
 
     def _put(self, waiting: deque[Line], line: Line) -> None:
         if len(waiting) == N_WAITING_MAX:
-            raise LineError(None, f"{N_WAITING_MAX:,} commands wait already")
+            raise LineError(None, f"{N_WAITING_MAX:,} commands wait already: send this one later")
         waiting.append(line)
 
     def _start(self, line: Line, id: int) -> None:
@@ -186,7 +186,7 @@ class Lines:
             raise LineError(id, f"request {id} is active already")
         slot = self._slots.first_free() if line.slot is None else line.slot
         if slot is None:
-            raise LineError(id, f"all slots are in use: {len(self._slots)}")
+            raise LineError(id, f"all {len(self._slots)} slots are in use")
         self._check_free(id, slot)
         self._begin(id, slot, self._prompt(id, line.path), line.n or 0, line.n_quantum)
 
@@ -222,12 +222,14 @@ class Lines:
 
     def _check_slot(self, id: int, slot: int) -> None:
         if slot >= len(self._slots):
-            raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)}")
+            raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)} slots")
 
     def _check_window(self, id: int, n_before: int, n_more: int) -> None:
         n_window = self._machine.n_window
         if n_before + n_more > n_window:
-            raise LineError(id, f"{n_before} + {n_more} tokens are more than a slot's {n_window}")
+            raise LineError(
+                id, f"{n_before} + {n_more} tokens are more than a slot holds: {n_window}"
+            )
 
     def _continue(self, id: int, slot: int | None, n_tokens: int) -> None:
         request = self._slots.find(id)
@@ -245,7 +247,7 @@ class Lines:
     def _grant(self, request: SlotRequest, n_tokens: int) -> None:
         """Give a request a turn, now or after the one that runs."""
         if sum(request.later) + request.n_due + request.n_more >= request.n_left:
-            what = f"request {request.id} has turns for all of its {request.n_left} tokens"
+            what = f"request {request.id} has turns already for all of its {request.n_left} tokens"
             raise LineError(request.id, what)
         if request.n_due:
             request.later.append(n_tokens)
@@ -347,7 +349,7 @@ class Lines:
         before = None if number is None else self._slots.snapshots.get(number)
         if number is not None and before is None:
             raise LineError(id, f"there is no snapshot {number}")
-        what = "no command, and no prompt: " if number is None else ""
+        what = "neither a command nor a prompt: " if number is None else ""
         tokens = self._prompt(id, line.path, what)
         if before is not None and tuple(before) != tuple(tokens[: len(before)]):
             raise LineError(id, f"the prompt does not begin with the tokens of snapshot {number}")
@@ -366,7 +368,7 @@ class Lines:
             self._check_slot(id, slot)
             n_tokens = self._slots.snapshot(slot, number)
             if n_tokens is None:
-                raise LineError(id, f"slot {slot} has had no request")
+                raise LineError(id, f"no request has run in slot {slot} yet")
             self._out.say(f"[snap] inline slot={number} cur_pos={n_tokens}", id)
 
     def _may_go(self, line: Line) -> bool:
@@ -514,7 +516,9 @@ def _content(path: str, n_most: int) -> bytes:
         raise ValueError("the file is empty")
     if len(data) > n_most:
         n_tokens = max(status.st_size, len(data)) // _TOKEN_BYTES
-        raise ValueError(f"{n_tokens:,} tokens, but at most {n_most // _TOKEN_BYTES:,} fit")
+        raise ValueError(
+            f"{n_tokens:,} tokens, but a slot holds at most {n_most // _TOKEN_BYTES:,}"
+        )
     if len(data) % _TOKEN_BYTES:
         raise ValueError(f"{len(data):,} bytes are not whole tokens of {_TOKEN_BYTES} bytes")
     return data

@@ -211,11 +211,11 @@ def _bind(opened: socket.socket, path: Path) -> None:
 def _remove_left(path: Path) -> None:
     """Remove a socket that a process has left behind."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"{readable(path)}: exists and is not a socket")
+        raise ConfigError(f"{readable(path)}: exists and is not a socket: give another path")
     with socket.socket(socket.AF_UNIX) as asking:
         try:
             asking.connect(os.fspath(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigError(f"{readable(path)}: another process listens there")
+    raise ConfigError(f"{readable(path)}: another process listens there: give another path")

@@ -120,7 +120,9 @@ def text_frame(id: int, text: str) -> bytes:
 
 def busy_frames(*, is_tagged: bool) -> bytes:
     """Return what a client is told that comes while another one is served."""
-    text = text_frame(0, "error: another client is served") if is_tagged else b""
+    text = (
+        text_frame(0, "error: another client is connected: try again later") if is_tagged else b""
+    )
     return text + frame(0, END, is_tagged=is_tagged)
 
 

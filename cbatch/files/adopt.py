@@ -72,7 +72,7 @@ def _adopt(rows: Sequence[FileRow], settings: Mapping[str, str], encoder: Tracea
             disk.replace(part, home)
     finally:
         remove_manifest(part)
-    left = f"; {n_left:,} lines that are torn or never ran are removed" if n_left else ""
+    left = f"; {n_left:,} lines are removed, which are incomplete or never ran" if n_left else ""
     return f"{output}: {n_records:,} records are adopted{left}"
 
 

@@ -90,7 +90,7 @@ def _check_columnar(file: InputFile) -> None:
     if not file.is_regular or file.is_compressed:
         what = "compressed" if file.is_regular else "a pipe"
         raise ConfigError(
-            f"{file.name}: is {what}: Parquet and Arrow are read from files as they are"
+            f"{file.name}: is {what}: give Parquet and Arrow as files that are not compressed"
         )
 
 
@@ -188,7 +188,7 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
     """
     if path.suffix.lower() in (*COMPRESSED, *UNREAD):
         raise ConfigError(
-            f"{path}: answers cannot be compressed, because a run continues in its file: leave out {path.suffix}"
+            f"{path}: answers cannot be compressed, because a later run appends to the file: leave out {path.suffix}"
         )
     if path.suffix.lower() in _SPREADSHEETS:
         raise ConfigError(
@@ -199,4 +199,4 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
         return
     if is_asked and not {named, format} & set(WRITTEN_LAST):
         return
-    raise ConfigError(f"{path}: its name says {named}, and answers are {format}: give another name")
+    raise ConfigError(f"{path}: its name says {named}, but answers are {format}: give another name")

@@ -354,8 +354,8 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
         yield f"{n_removed:,} records removed: their items are not in the input any more"
     if n_aside:
         yield (
-            f"{n_aside:,} records are of items that are not in the input any more: they are kept, at the end when "
-            "sorted"
+            f"{n_aside:,} records belong to items that are not in the input any more: they are kept, and come last "
+            "when sorted"
         )
 
 
@@ -418,6 +418,6 @@ def _notes(engine: Engine, stream: ItemStream, asked: FileOptions) -> list[str]:
     ):
         return []
     return [
-        'a "prompt" in these lines is text to complete, without the chat template of the model: --chat asks it as a '
-        "chat, --raw leaves it so without this note"
+        'each "prompt" in these lines is completed as text, without the chat template of the model: --chat asks it as '
+        "a chat, --raw completes it without this note"
     ]

@@ -104,7 +104,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
 
     response = engine.run(prompts(), options=options, progress=progress, ask_again=True)
     results, end = _results(response)
-    answers = _answers(tuple(errors), results, len(frame), layout, f"not asked: {end}")
+    answers = _answers(tuple(errors), results, len(frame), layout, f"not run: {end}")
     columns = [[row[i] for row in answers] for i in range(len(layout.added))]
     if check_flag("raise_errors", raise_errors):
         _raise_first(columns[[*layout.types].index("error")])

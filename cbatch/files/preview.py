@@ -93,7 +93,7 @@ class CheckSummary:
             return []
         mean = self.n_tokens / self.n_good
         return [
-            f"tokens  {self.n_tokens:,} in all; a prompt {self.n_least:,} … {self.n_most:,}, {mean:,.1f} on average",
+            f"tokens  {self.n_tokens:,} in all; {self.n_least:,} … {self.n_most:,} a prompt, {mean:,.1f} on average",
             f"longest {self.longest}; a slot holds {self.n_window:,}",
         ]
 
@@ -155,7 +155,7 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
     except EngineClosedError:  # no error of the item
         raise
     except PromptTooLongError as long:
-        return ItemError("prompt_too_long", f"{long.size}, and a slot holds {long.n_limit:,}")
+        return ItemError("prompt_too_long", f"{long.size}, but a slot holds {long.n_limit:,}")
     except CBatchError as refusal:
         return ItemError("refused", str(in_own_words(refusal, UNNAMED)))
 
@@ -206,14 +206,14 @@ class Estimate:
             f"tokens  {self._input()} in, {self._output()}",
         ]
         if self.output_tokens is None:
-            n_ended = "no answer" if not self.n_sample else "one answer only"
+            n_ended = "no answer" if not self.n_sample else "only one answer"
             n_prompt, n_output = self.computed
             so_far = f"{n_prompt:,} prompt tokens and {n_output:,} output tokens were computed"
             lines[0] = f"sample  {n_ended} ended within {self.sample_s:.1f} s; {so_far}"
             lines.insert(0, f"items   {self.n_items:,}")
         if self.memory_bytes is not None:
             n_mib = self.memory_bytes / 2**20
-            lines.append(f"memory  {n_mib:,.0f} MiB of the host, as with the sample")
+            lines.append(f"memory  {n_mib:,.0f} MiB of the host, as in the sample")
         return lines
 
     def _time(self) -> str:
@@ -223,7 +223,7 @@ class Estimate:
         if self.seconds[1] is None:
             return f"more than {low} for all"
         if self.output_tokens is None:
-            return f"{low} … {high} for all: the longer if every answer reaches its max_tokens"
+            return f"{low} … {high} for all: the longer time if every answer reaches its max_tokens"
         return f"{low} for all" if low == high else f"{low} … {high} for all"
 
     def _input(self) -> str:
@@ -235,7 +235,7 @@ class Estimate:
         if self.output_tokens is not None:
             return f"{self.output_tokens:,} out"
         if self.max_output_tokens is None:
-            return "any number out"
+            return "an unknown number out"
         return f"at most {self.max_output_tokens:,} out"
 
 

@@ -168,7 +168,7 @@ def check_requests(
 
 _NOT_ASKED = ServedReply(0, {})
 _TWICE = ItemError(
-    "duplicate_custom_id", "the custom_id of a line before: each must be unique", "custom_id"
+    "duplicate_custom_id", "an earlier line has this custom_id: each must be unique", "custom_id"
 )
 
 
@@ -200,7 +200,7 @@ class _ServedReader(OpenAIReader):
 
     def _check_url(self, url: object) -> None:
         if url != self._url:
-            message = f"url {url!r} is not that of the batch: {self._url}"
+            message = f"url {url!r} differs from that of the batch: {self._url}"
             raise InputLineError("url_mismatch", message, "url")
 
     def _model_of(self, body: dict[str, Any]) -> str:

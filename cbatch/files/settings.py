@@ -102,13 +102,13 @@ class FileOptions:
         check_fields(self)
         if self.adopt and self.force:
             raise ConfigError(
-                "adopt keeps the records that are there, and force may replace them: give one of them"
+                "adopt keeps the existing records, but force may replace them: give one of them"
             )
         if self.replicas is not None and self.isolate is False:
-            raise ConfigError("replicas are processes of their own: leave out isolate=False")
+            raise ConfigError("replicas are separate processes: leave out isolate=False")
         if self.replicas == "auto" and self.isolate:
             raise ConfigError(
-                "isolate needs a number of replicas, because auto may mean no process"
+                "isolate needs a number of replicas, because auto may mean no separate process"
             )
 
     def n_workers(self, *, isolates: bool = False) -> int | Literal["auto"] | None:
@@ -188,5 +188,7 @@ def engine_for(
     of_load = [*settings, *(name for name in OF_LOAD if getattr(asked, name) is not None)]
     if model is not None or of_load:
         names = ", ".join(of_load) or "model"
-        raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")
+        raise ConfigError(
+            f"{names}: the engine is loaded already; leave that out, or give no engine"
+        )
     yield given

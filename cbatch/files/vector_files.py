@@ -214,6 +214,6 @@ def _with_column(column: str | None, settings: Mapping[str, Any]) -> dict[str, A
     if column is None:
         return {**settings}
     if settings.get("template") is not None:
-        raise ConfigError("column and template: give one of them")
+        raise ConfigError("give column or template, not both")
     name = check_text("column", column, _N_COLUMN)
     return {**settings, "template": "{" + name + "}"}

@@ -66,7 +66,7 @@ class CbatchAPI(ModelAPI):
 
         super().__init__(model_name, None, None, [])
         if base_url is not None:
-            raise ConfigError("a model of this process has no base_url: leave it out")
+            raise ConfigError("cbatch computes in this process and has no base_url: leave it out")
         self._spec = EngineSpec(None if model_name == SHIPPED else model_name, **settings)
         self._lent = self._spec.shared()
         self.engine = self._lent.__enter__()

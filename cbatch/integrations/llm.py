@@ -156,7 +156,12 @@ def register_commands(cli: Any) -> None:
     @click.argument("name")
     @click.argument("model")
     @click.option(
-        "settings", "-s", "--set", nargs=2, multiple=True, help="An argument of cbatch.load."
+        "settings",
+        "-s",
+        "--set",
+        nargs=2,
+        multiple=True,
+        help="Name and value of an argument of cbatch.load.",
     )
     def add(name: str, model: str, settings: Any) -> None:
         """Add a GGUF file, or hf:OWNER/REPO/FILE.gguf, under a name."""

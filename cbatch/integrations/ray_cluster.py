@@ -29,7 +29,9 @@ def cpus_of_nodes() -> list[float]:
     """Return the CPUs of each node, as Ray counts them."""
     ray = import_ray()
     if not ray.is_initialized():
-        raise ConfigError("there is no cluster yet: call ray.init() first, or with an address")
+        raise ConfigError(
+            "Ray is not connected to a cluster: call ray.init() first, with or without an address"
+        )
     return [n["Resources"].get("CPU", 0.0) for n in ray.nodes() if n["Alive"]] or [0.0]
 
 

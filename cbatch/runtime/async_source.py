@@ -84,7 +84,7 @@ class AsyncSource:
 
 def _loop_has_ended() -> RequestCancelledError:
     return RequestCancelledError(
-        "the batch was left, or its event loop ended, before all prompts were read"
+        "the batch was abandoned, or its event loop ended, before all prompts were read"
     )
 
 

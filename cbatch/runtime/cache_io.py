@@ -67,7 +67,7 @@ class CacheIo:
         data = self._export(want.key)
         checkpoint = self._export(want.checkpoint[0]) if want.checkpoint else None
         if data is None:
-            self._resolve(want, "the cells were not saved: they could not be copied out")
+            self._resolve(want, "the cells were not saved: they could not be copied to host memory")
         else:
             self._thread.do(partial(self._write, want, data, checkpoint), _WRITE)
 
@@ -85,7 +85,7 @@ class CacheIo:
     def _read(self, want: CacheRead) -> None:
         """Read a file, if it is still wanted."""
         ref = want.ref
-        read: Read = CacheError(ref.key, "reading it was broken off"), None
+        read: Read = CacheError(ref.key, "reading its file was broken off"), None
         try:
             is_wanted = want.is_wanted and not self._is_closing
             read = self._read_first(want) if is_wanted else (None, None)

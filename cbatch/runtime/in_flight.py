@@ -107,7 +107,7 @@ class InFlight:
             key = str(request.options.cache_key)
             saver = self._savers.get(key)
             if key in savers or (saver is not None and self.find(saver)):
-                what = "two requests in flight would save it: give each a cache_key of its own"
+                what = "two requests in flight would save it: give each its own cache_key"
                 raise CacheError(key, what)
             savers[key] = request.id
         return savers

@@ -50,4 +50,4 @@ class KeptRows:
                 self._store.write(medium.key, cells, self._vocab.media_fingerprint)
             except Exception as error:  # noqa: PERF203
                 why = error.reason if isinstance(error, CacheError) else words_of(error)
-                _log.warn("%s was not kept: %s", medium.key, why)
+                _log.warn("%s was not saved on disk: %s", medium.key, why)

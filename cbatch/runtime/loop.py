@@ -194,7 +194,9 @@ class Loop:
             if is_for_program(error):
                 raise
             self.recorder = None
-            _log.fail("the function given to record_steps raised and is called no more")
+            _log.fail(
+                "the function given to record_steps raised an error and is not called any more"
+            )
 
     def _order_wants(self) -> None:
         """Have compiled, read and written what sequences wait for."""
@@ -362,7 +364,7 @@ class Loop:
         """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
-                "this engine belongs to the parent process: load one after the fork"
+                "this engine belongs to the parent process: load another one after the fork"
             )
         if self._is_closed:
             raise EngineClosedError("the engine is closed") from self._error

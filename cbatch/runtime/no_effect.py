@@ -103,7 +103,7 @@ _OF_A_REQUEST: tuple[tuple[tuple[str, ...], _Without, str], ...] = (
         "without prompt_logprobs",
     ),
     (("strict_max_tokens",), lambda a: a.options.max_tokens is None, "without max_tokens"),
-    (("logits_processor",), _samples_nothing, "where nothing is sampled"),
+    (("logits_processor",), _samples_nothing, "if nothing is sampled"),
     (("strict_max_tokens",), lambda a: bool(a.options.n_discard), "with n_discard"),
 )
 """Options that are given, when they have no effect, and how the warning goes on."""
@@ -117,7 +117,7 @@ _OF_A_LOAD: tuple[tuple[tuple[str, ...], Callable[[Loaded], bool], str], ...] = 
     (
         ("checkpoint_mib",),
         lambda m: m.memory.can_trim,
-        "with this model: its memory can be cut anywhere and needs no checkpoints",
+        "with this model, which shares prefixes without checkpoints",
     ),
     (("checkpoint_mib",), lambda m: not m.options.share_prefixes, "with share_prefixes=False"),
     (

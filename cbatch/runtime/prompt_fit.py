@@ -53,7 +53,7 @@ def output_cap(
     n_most = MAX_OUTPUT if options.n_discard else n_window - n_prompt
     if cap is None or cap <= n_most:
         return n_most if cap is None else cap, []
-    why = f"the prompt has {n_prompt} and the window {n_window}"
+    why = f"the prompt has {n_prompt} tokens and the window {n_window}"
     return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
 
 
@@ -105,15 +105,19 @@ def _keep_in_window(driver: SequenceDriver, n_asked: int, n_asked_to_discard: in
     n_discard = min(n_asked_to_discard, n_window - n_keep - 1)
     driver.window = window = MovingWindow(n_keep, n_discard, driver.given)
     if n_keep < n_asked:
-        why = f"prompt has {n_prompt}" if n_keep == n_prompt else f"window has {n_window}"
+        why = (
+            f"prompt has {n_prompt} tokens"
+            if n_keep == n_prompt
+            else f"window has {n_window} tokens"
+        )
         driver.warnings.append(f"n_keep is {n_keep}, not {n_asked}: the {why}")
     if n_discard < n_asked_to_discard:
-        why = f"the window has {n_window} and {n_keep} are kept"
+        why = f"the window has {n_window} tokens, of which {n_keep} are kept"
         driver.warnings.append(f"n_discard is {n_discard}, not {n_asked_to_discard}: {why}")
     n_over = driver.n_tokens - n_window
     if driver.n_prompt > n_window or n_over > n_discard:  # else its cells, if there are any, move
         driver.shift(-(-n_over // n_discard))
         window.n_early = window.n_shifts
         driver.warnings.append(
-            f"{window.n_left_out} tokens after the first {n_keep} were left out (n_discard): the window has {n_window}"
+            f"{window.n_left_out} tokens after the first {n_keep} were left out (n_discard): a window has {n_window}"
         )

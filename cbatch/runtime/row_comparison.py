@@ -63,7 +63,7 @@ def check_room(memory: KvCapabilities, n_used: int, n_rows: int) -> None:
     """Raise a `RequestFailedError` where cells are too few: nobody loses any for a comparison."""
     n_free = memory.n_cells - n_used
     if n_rows > n_free:
-        raise RequestFailedError(f"{n_rows} rows cannot be compared: {n_free} cells are free")
+        raise RequestFailedError(f"{n_rows} rows cannot be compared: only {n_free} cells are free")
 
 
 def compare_rows(

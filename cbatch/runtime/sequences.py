@@ -176,8 +176,8 @@ class SequenceMaker:
         driver.warnings += idle_options(request.prompt, options, request.sampling)
         if options.prefill_only and driver.own_cuts(cuts).multiple != cuts.multiple:
             driver.warnings.append(
-                "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
-                f"{cuts.multiple}"
+                "prefill_only leaves no cells for other requests: with exact=True, a scored prompt is not computed in "
+                f"chunks of {cuts.multiple}, as shared cells are"
             )
         if given := options.chat_template_kwargs:
             driver.warnings += self._unused_in(given)

@@ -93,7 +93,9 @@ def _check_window(options: RunOptions, backend: Backend) -> None:
         return
     refused = f"n_discard={options.n_discard} cannot be used with "
     if backend.memory.can_shift:
-        raise ConfigError(f"{refused}exact=True: moved cells differ from computed ones")
+        raise ConfigError(
+            f"{refused}exact=True: moved cells are not bit-identical to computed ones"
+        )
     raise ConfigError(f"{refused}this model: its cells cannot be moved")
 
 

@@ -347,7 +347,7 @@ class FileWants:
     def lose(self, driver: SequenceDriver, now: float) -> None:
         """Continue with a sequence for which llama.cpp could not load the cells of its file."""
         key = CacheRef.of(driver.request).key
-        self.refuse(driver, CacheError(key, "llama.cpp cannot take these cells"), now)
+        self.refuse(driver, CacheError(key, "llama.cpp cannot load these cells"), now)
 
     def read(self, driver: SequenceDriver) -> None:
         """Order the file of a held sequence."""
@@ -448,4 +448,4 @@ def _warn(driver: SequenceDriver, error: CacheError) -> None:
 
 def _no_beginning(ref: CacheRef, found: CacheEntry) -> CacheError:
     n = len(found.tokens)
-    return CacheError(ref.key, f"the prompt does not begin with any of its {n} tokens to be had")
+    return CacheError(ref.key, f"the prompt shares no usable beginning with its {n} saved tokens")

@@ -140,15 +140,15 @@ DIALECT = Dialect(
         | {"anthropic_version"}
     ),
     refused={
-        **dict.fromkeys(("n", "best_of"), "an answer is one message"),
+        **dict.fromkeys(("n", "best_of"), "a request has one answer"),
         **dict.fromkeys(
             ("logprobs", "top_logprobs", "prompt_logprobs", "choice_probs", "n_probs", "echo"),
-            "the format has no place for it",
+            "Anthropic's format has no place for it",
         ),
         **dict.fromkeys(("max_completion_tokens", "n_predict"), "use max_tokens"),
         "structured_outputs": "use output_config.format",
         "reasoning_effort": "use output_config.effort",
-        "mcp_servers": "there are no server tools",
+        "mcp_servers": "the server has no tools of its own",
         "prefill_only": "use a max_tokens of 0",
     },
     is_openai=False,

@@ -206,7 +206,7 @@ def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[st
             file = file_of((id, *row))
             if (size := sizes.get(file.id)) == file.bytes:
                 continue
-            why = "no content" if size is None else "content of another size"
+            why = "no content" if size is None else "content of another size than the index says"
         except ValueError:
             why = "an unreadable row in the index"
         db.execute(f"INSERT INTO hidden_{table} VALUES (?)", (place,))

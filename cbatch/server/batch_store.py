@@ -115,7 +115,11 @@ class BatchStore:
                 opened.pop_all()
         except (OSError, sqlite3.DatabaseError) as error:
             is_locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-            why = "another server uses it" if is_locked else f"cannot be used: {words_of(error)}"
+            why = (
+                "another server uses it: give another folder"
+                if is_locked
+                else f"cannot be used: {words_of(error)}"
+            )
             raise ConfigError(f"files_dir={folder}: {why}") from error
 
     def close(self, problem: HttpProblemError | None = None) -> None:
@@ -235,7 +239,9 @@ class BatchStore:
             self._sweep()
             n_stored = self._n_stored + self._count_worked_on()
             if n_stored + self._n_arriving + n_bytes > self._n_bytes_max:
-                message = f"the files here have {n_stored:,} of at most {self._n_bytes_max:,} bytes"
+                message = (
+                    f"the stored files have {n_stored:,} of at most {self._n_bytes_max:,} bytes"
+                )
                 raise no_room(f"{message}: delete some, or wait for batches to end")
             self.release(-n_bytes)
 

@@ -67,9 +67,7 @@ _NEVER = math.inf
 """A batch rests until then that is left to the next server."""
 
 _FULL = "the server's disk is full: the batch continues when there is room"
-_OTHER_ENGINE = (
-    "the batch was begun with another model or other options, and continues when these are served"
-)
+_OTHER_ENGINE = "the batch was begun with another model or other options, and continues when the server runs with them"
 """Reasons for which batches wait."""
 
 _PASSING = (
@@ -251,7 +249,7 @@ class Batches:
         if unfinished[owner] >= _N_UNFINISHED or unfinished.total() >= _N_UNFINISHED_MAX:
             message = f"{unfinished[owner]} batches have not ended: try again later"
             if unfinished[owner] < _N_UNFINISHED:
-                message = "too many batches of all keys have not ended: try again later"
+                message = "too many batches of all API keys have not ended: try again later"
             raise HttpProblemError(429, message, "rate_limit_exceeded", headers=LATER)
 
     def get(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
@@ -425,7 +423,9 @@ class Batches:
         except EngineError as error:
             rest_s = _NEVER
             if not self.is_closed:
-                _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
+                _log.warn(
+                    "batch %s waits for the next start of the server: %s", job.batch.id, error
+                )
         except Exception as error:
             rest_s = self._give_up(job, error)
         finally:
@@ -456,14 +456,16 @@ class Batches:
     def _give_up(self, job: _BatchJob, error: Exception) -> float:
         """Fail a batch, which keeps what was answered; return the seconds until this is tried again."""
         if isinstance(error, CHANGED):
-            _log.warn("batch %s has failed, for its files were changed: %s", job.batch.id, error)
+            _log.warn(
+                "batch %s has failed, because its files were changed: %s", job.batch.id, error
+            )
             # without the message, which names paths of the server
             problem = _problem(
                 "storage_changed", "the batch's files were changed or removed on the server"
             )
         else:
             _log.fail(f"batch {job.batch.id} has failed")
-            problem = _problem("internal_error", "an internal error")
+            problem = _problem("internal_error", "an internal error: the server's log has more")
         try:
             self._salvage(job.batch)
             self._fail(job, [problem])

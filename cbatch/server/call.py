@@ -115,7 +115,7 @@ class Call(ABC):
         if not any(prompt is EMPTY for prompt in self.prompts):
             return
         if facts.bos_id < 0:
-            words = "the prompt is empty, which needs a BOS token, and this model has none: send a text or tokens"
+            words = "the prompt is empty, but this model has no BOS token to begin with: send a text or tokens"
             raise bad_request(words, self.prompt_field)
         first = BatchPrompt(tokens=[facts.bos_id])
         self.prompts = [first if prompt is EMPTY else prompt for prompt in self.prompts]

@@ -157,7 +157,7 @@ class Ending:
     def _tell(self) -> None:
         name = signal.Signals(self._number).name
         with suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"cbatch: ended by force after {name}: something still ran\n")
+            sys.stderr.write(f"cbatch: ended by force after {name}, because something still ran\n")
             sys.stderr.flush()
 
 

@@ -68,7 +68,7 @@ _REASONS = {
 ROWS = (
     EngineFigure(
         "cbatch:requests_running vllm:num_requests_running llamacpp:requests_processing",
-        "Sequences with a slot that are computed.",
+        "Sequences that are computed in a slot.",
         "n_running",
     ),
     EngineFigure(
@@ -78,23 +78,23 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:requests_paused",
-        "Sequences that are paused, or wait for something else than a slot.",
+        "Sequences that are paused, or wait for something other than a slot.",
         lambda stats: stats.n_paused + stats.n_held,
     ),
     EngineFigure("cbatch:cells", "Cells that all slots can hold.", "n_pool"),
     EngineFigure(
         "cbatch:cells_used",
-        "Cells that hold something, prefixes that are kept included.",
+        "Cells in use, those of cached prefixes included.",
         "n_cells",
     ),
     EngineFigure(
         "cbatch:cells_used_ratio vllm:kv_cache_usage_perc",
-        "The part of all cells that hold something; 1 is all.",
+        "Cells in use, as a share of all cells: 0 to 1.",
         lambda stats: stats.n_cells / stats.n_pool if stats.n_pool else 0.0,
     ),
     EngineFigure(
         "cbatch:checkpoints",
-        "Beginnings in host memory that sequences go on from where memory cannot be cut.",
+        "Checkpoints of prefixes in host memory, from which sequences continue.",
         "n_checkpoints",
     ),
     EngineFigure(
@@ -104,22 +104,22 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:prompt_tokens_total",
-        "Tokens of prompts: computed, or taken over from what was computed before.",
+        "Prompt tokens, computed or from the cache.",
         lambda stats: {"computed": stats.n_prompt_tokens, "cached": stats.n_cached_tokens},
         "source",
     ),
     EngineFigure(
         "vllm:prompt_tokens_total vllm:prefix_cache_queries_total",
-        "Tokens of prompts, cached ones included.",
+        "Prompt tokens, cached ones included.",
         lambda stats: stats.n_prompt_tokens + stats.n_cached_tokens,
     ),
     EngineFigure(
         "vllm:prefix_cache_hits_total llamacpp:prompt_tokens_cached_total",
-        "Tokens of prompts that were taken over.",
+        "Prompt tokens from the cache.",
         "n_cached_tokens",
     ),
     EngineFigure(
-        "llamacpp:prompt_tokens_total", "Tokens of prompts that were computed.", "n_prompt_tokens"
+        "llamacpp:prompt_tokens_total", "Prompt tokens that were computed.", "n_prompt_tokens"
     ),
     EngineFigure(
         "cbatch:output_tokens_total vllm:generation_tokens_total llamacpp:tokens_predicted_total",
@@ -133,12 +133,12 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:pad_rows_total",
-        "Rows of no sequence that were computed to give steps their shape.",
+        "Pad rows, which are computed only to give steps their shape.",
         "n_pad_rows",
     ),
     EngineFigure(
         "cbatch:draft_tokens_total",
-        "Tokens that were drafted and computed, by what they were drafted from.",
+        "Draft tokens that were computed, by their source.",
         lambda stats: _by_source(
             stats.n_draft_tokens, stats.n_job_draft_tokens, stats.n_model_draft_tokens
         ),
@@ -146,7 +146,7 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:accepted_tokens_total",
-        "Draft tokens that were sampled too, by what they were drafted from.",
+        "Draft tokens that were accepted, by their source.",
         lambda stats: _by_source(
             stats.n_accepted_tokens, stats.n_job_accepted_tokens, stats.n_model_accepted_tokens
         ),
@@ -159,23 +159,23 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:step_cost_seconds",
-        "Seconds of a step that only decodes, by its rows, as measured lately.",
+        "Seconds of a step that only decodes, by its number of rows, as measured recently.",
         "cost_rows_s",
         "rows",
     ),
     EngineFigure(
         "cbatch:prompt_cost_seconds",
-        "Seconds more of a step with prompts, however many tokens they have, as measured lately.",
+        "Additional seconds of a step with prompts, however many tokens they have, as measured recently.",
         "cost_prompt_s",
     ),
     EngineFigure(
         "cbatch:prompt_token_cost_seconds",
-        "Seconds of one more prompt token in a step, as measured lately.",
+        "Additional seconds of each prompt token in a step, as measured recently.",
         "cost_token_s",
     ),
     EngineFigure(
         "cbatch:prompt_budget_tokens",
-        "Prompt tokens of one newcomer that join a step beside so many rows that are read as they come.",
+        "Prompt tokens of a new request in a step, by the decoding rows in it, while output is streamed.",
         "cost_budget_tokens",
         "rows",
     ),
@@ -192,15 +192,17 @@ ROWS = (
         "finished_reason",
     ),
     EngineFigure(
-        "cbatch:texts_total", "Texts that were embedded or scored, equal ones too.", "n_texts"
+        "cbatch:texts_total", "Texts that were embedded or scored, equal ones included.", "n_texts"
     ),
     EngineFigure(
-        "cbatch:text_tokens_total", "Tokens that were computed for them.", "n_text_tokens"
+        "cbatch:text_tokens_total", "Tokens computed for embedded or scored texts.", "n_text_tokens"
     ),
-    EngineFigure("cbatch:embed_seconds_total", "Seconds of computing them.", "embed_s"),
+    EngineFigure(
+        "cbatch:embed_seconds_total", "Seconds of computing embedded or scored texts.", "embed_s"
+    ),
     EngineFigure(
         "cbatch:preemptions_total vllm:num_preemptions_total",
-        "Preemptions for want of cells.",
+        "Preemptions for lack of free cells.",
         "n_preempted",
     ),
     EngineFigure(
@@ -221,7 +223,7 @@ ROWS = (
     ),
     EngineFigure(
         "llamacpp:n_busy_slots_per_decode",
-        "Sequences in a step, the mean of all steps.",
+        "Sequences in a step, on average over all steps.",
         lambda stats: stats.avg_concurrent_seq(),
     ),
 )
@@ -229,17 +231,17 @@ ROWS = (
 _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "cbatch:queue_seconds vllm:request_queue_time_seconds",
-        "Arrival to slot, of answered prompts.",
+        "Seconds from arrival to slot, of answered prompts.",
         "queue_s",
     ),
     (
         "cbatch:ttft_seconds vllm:time_to_first_token_seconds",
-        "Arrival to first token, of answered prompts.",
+        "Seconds from arrival to first token, of answered prompts.",
         "ttft_s",
     ),
     (
         "cbatch:e2e_seconds vllm:e2e_request_latency_seconds",
-        "Arrival to the end, of answered prompts.",
+        "Seconds from arrival to end, of answered prompts.",
         "e2e_s",
     ),
     (
@@ -249,7 +251,7 @@ _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "cbatch:request_output_tokens vllm:request_generation_tokens",
-        "Sampled tokens of an answered prompt, all its answers together.",
+        "Output tokens of an answered prompt, in all its answers together.",
         "output_tokens",
     ),
 )
@@ -291,8 +293,8 @@ class Exposition(Collector):
             for row in ROWS:
                 yield from self._figures(row.names, row.help, row.value(stats), row.label)
             itl = Histogram.of(stats.itl_s, ITL_S)
-            yield from self._histograms(_ITL, "Gaps between the tokens of a sequence.", itl)
-            age = "Seconds since the engine told its figures; it tells them between runs."
+            yield from self._histograms(_ITL, "Seconds between tokens of a sequence.", itl)
+            age = "Seconds since the engine reported its figures; it reports them between runs."
             yield from self._figures("cbatch:figures_age_seconds", age, self._pulse.age_s)
         yield from self._of_answers()
         if (batches := self.batches) is not None:
@@ -309,15 +311,23 @@ class Exposition(Collector):
         for names, words, of in _HISTOGRAMS:
             yield from self._histograms(names, words, getattr(meters, of))
         for name, words, seconds in (
-            ("llamacpp:prompt_seconds_total", "Slot to first token, summed.", meters.prompt_s),
-            ("llamacpp:tokens_predicted_seconds_total", "First to last token.", meters.output_s),
+            (
+                "llamacpp:prompt_seconds_total",
+                "Seconds from slot to first token, in all.",
+                meters.prompt_s,
+            ),
+            (
+                "llamacpp:tokens_predicted_seconds_total",
+                "Seconds from first to last token, in all.",
+                meters.output_s,
+            ),
         ):
             yield from self._figures(name, words, seconds)
         for name, n, seconds in (
             ("llamacpp:prompt_tokens_seconds", meters.n_computed, meters.prompt_s),
             ("llamacpp:predicted_tokens_seconds", meters.n_decoded, meters.output_s),
         ):
-            words = "Tokens per second, the mean of all answers."
+            words = "Tokens per second, on average over all answers."
             yield from self._figures(name, words, n / seconds if seconds else 0.0)
         name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
         family = CounterMetricFamily(name, words, labels=["route", "status"])

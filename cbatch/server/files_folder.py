@@ -123,7 +123,9 @@ class FilesFolder:
         try:
             fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"files_dir={self.path}: another server uses it") from None
+            raise ConfigError(
+                f"files_dir={self.path}: another server uses it: give another folder"
+            ) from None
         except OSError:
             pass  # not every file system has locks; that of the index is left
 

@@ -224,12 +224,13 @@ class Front:
         while words := await self._take_over(new):
             if words != told:
                 _log.warn(
-                    "files and batches are off after the reload, until this passes: %s", words
+                    "files and batches are unavailable after the reload, until this is solved: %s",
+                    words,
                 )
             told = words
             await anyio.sleep(_AGAIN_S)
         if told:
-            _log.warn("files and batches are on again")
+            _log.warn("files and batches are available again")
 
     async def _take_over(self, new: Desk) -> str:
         """Open the folder once the older applications have left it; return why it is not open, "" if it is."""

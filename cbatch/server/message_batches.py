@@ -117,7 +117,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     limit = asked.limit(_N_LISTED_USUAL, _N_LISTED)
     after, before = asked.text("after_id"), asked.text("before_id")
     if after is not None and before is not None:
-        raise bad_request("after_id and before_id exclude each other", "before_id")
+        raise bad_request("give after_id or before_id, not both", "before_id")
     batches = batches_of(desk)
     found, has_more = await desk.in_thread(
         batches.newest, exchange.owner, Page(limit, after, before), _KIND

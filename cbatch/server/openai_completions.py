@@ -51,7 +51,7 @@ class CompletionCall(OpenAICall):
         options = asked.options
         if asked.common.stream and options.n_choices > (options.n or 1):
             raise bad_request(
-                "best_of cannot be streamed: its answers are known at the end", "best_of"
+                "best_of cannot be streamed: the best answers are known only at the end", "best_of"
             )
         return cls(asked, _prompts(body))
 
@@ -136,4 +136,6 @@ def prompt_of(item: Any, place: str) -> BatchPrompt:
             return BatchPrompt(tokens=item)
     except ConfigError as error:
         raise bad_request(f"{place}: {error}", "prompt") from None
-    raise bad_request(f"{place} must be a string or token ids, not {shown(item)}", "prompt")
+    raise bad_request(
+        f"{place} must be a string or a list of token ids, not {shown(item)}", "prompt"
+    )

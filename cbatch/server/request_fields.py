@@ -39,7 +39,7 @@ IGNORED = frozenset(
 """Names that do not change the answer."""
 
 HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "modalities": ((["text"],), "answers are text"),
+    "modalities": ((["text"],), "answers are text only"),
     "suffix": (("",), "write it into the prompt"),
     "add_special_tokens": ((True,), "give token ids as the prompt"),
     "min_tokens": ((0,), "use ignore_eos with max_tokens"),
@@ -49,11 +49,11 @@ HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "dynatemp_range": ((0,), "use temperature"),
     "adaptive_target": ((-1,), "use temperature with min_p"),
     "bad_words": (([],), "use logit_bias"),
-    "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
+    "post_sampling_probs": ((False,), "log-probabilities are those before sampling"),
     "min_keep": ((0, 1), "lower top_k, top_p or min_p to keep more tokens"),
     "t_max_predict_ms": ((-1, 0), "use timeout_s"),
     "n_indent": ((0,), "use a grammar"),
-    "grammar_lazy": ((False,), "a grammar binds the whole answer"),
+    "grammar_lazy": ((False,), "a grammar applies to the whole answer"),
     "lora": (([],), "use adapter"),
 }
 """Names that are ignored where their value asks for what is done anyway: these values, and what to do instead."""
@@ -64,14 +64,14 @@ _UNSAID_IF_EMPTY = frozenset({"model", "grammar", "regex", "guided_grammar", "gu
 REFUSED: Mapping[str, str] = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "audio": "answers are text",
-    "web_search_options": "there is no search",
+    "audio": "answers are text only",
+    "web_search_options": "the server has no web search",
     "allowed_token_ids": "use logit_bias or a grammar",
     "truncate_prompt_tokens": "shorten the prompt",
-    "chat_template": "the server's own is used",
+    "chat_template": "the server uses its own",
     "documents": "write them into a message",
     "logits_processor": "it works only in the server's process; use logit_bias or a grammar",
-    "pause_every": "nobody resumes a request here",
+    "pause_every": "the server cannot resume a request",
 }
 """Names that would change the answer, with what to do instead."""
 
@@ -348,7 +348,9 @@ def _structure(said: Mapping[str, Any]) -> tuple[str, Any]:
     if given.get("json_object") is True and len(given) == 1:
         return "json_schema", {"type": "object"}
     if len(given) != 1 or not given.keys() <= _STRUCTURES.keys():
-        raise bad_request(f"{name} must have one of {', '.join(_STRUCTURES)}, json_object", name)
+        raise bad_request(
+            f"{name} must have exactly one of {', '.join(_STRUCTURES)}, json_object", name
+        )
     ((key, value),) = given.items()
     return _STRUCTURES[key], value
 
@@ -431,7 +433,9 @@ def check_continued(asked: RequestFields, prompt: BatchPrompt) -> None:
     if continues is not None and continues is not is_continued:
         raise refused("continue_final_message", why)
     if opens is False and not is_continued:
-        raise refused("add_generation_prompt", f"{why}: only then it can be false")
+        raise refused(
+            "add_generation_prompt", f"{why}: false needs a last message of the assistant"
+        )
 
 
 # ---- values that others write differently ----

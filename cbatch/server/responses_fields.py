@@ -61,7 +61,7 @@ class _ImagePart(Struct, tag="input_image"):
 
     def __post_init__(self) -> None:
         if self.image_url is None:
-            raise ValueError("has no image_url: files are not kept as pictures")
+            raise ValueError("has no image_url: uploaded files cannot be used as pictures")
 
 
 class _AudioPart(Struct, tag="input_audio"):

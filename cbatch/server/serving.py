@@ -120,12 +120,12 @@ def limits_for(n_connections: int | None) -> ConnectionLimits:
     n_needed = n_max + _N_OTHER_FILES
     if n_hard != resource.RLIM_INFINITY and n_hard < _N_FILES:
         raise ConfigError(
-            f"the system allows {n_hard} open files, and a server needs {_N_FILES}: raise the limit (ulimit -n)"
+            f"the system allows {n_hard} open files, but a server needs {_N_FILES}: raise the limit (ulimit -n)"
         )
     if n_hard != resource.RLIM_INFINITY and n_needed > n_hard:
         if n_connections is not None:
             raise ConfigError(
-                f"--max-connections {n_max} needs {n_needed} open files, and the system allows {n_hard}: "
+                f"--max-connections {n_max} needs {n_needed} open files, but the system allows {n_hard}: "
                 "lower it, or raise the limit (ulimit -n)"
             )
         n_needed = n_hard

@@ -140,7 +140,9 @@ def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblem
     problem = problem_of(error, re.split(r"\W", place, maxsplit=1)[0])
     if isinstance(error, PromptTooLongError):  # clients search for the first words
         is_cut = "truncate" in call.settings
-        advice = "; instruction or query leave no room for it" if is_cut else ", or give truncate"
+        advice = (
+            "; the instruction or query leaves no room for it" if is_cut else ", or give truncate"
+        )
         problem.message = problem.message.replace("the prompt has", f"{place} has", 1) + advice
     elif problem.status == 400 and place not in problem.message:
         problem.message = f"{place}: {problem.message}"

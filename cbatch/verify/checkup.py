@@ -91,7 +91,10 @@ def _library(found: Installation) -> Iterator[Advice]:
     if "is too old" in problem:
         name, todo = "bindings-old", "pip install --upgrade llama-cpp-python"
     elif "no backend" in problem:
-        name, todo = "no-backends", "copy the libggml-cpu that belongs to the library beside it"
+        name, todo = (
+            "no-backends",
+            "copy the libggml-cpu that belongs to the library into the same folder",
+        )
     elif problem.startswith(("no library", "No module")) or "cannot load its library" in problem:
         name = "library-missing"
     elif "computes wrongly" in problem:
@@ -144,8 +147,8 @@ def _amx(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "amx-trap",
             "slow",
-            "llama.cpp's AMX code ends the process here, as builds by GCC 12 do; weights are not repacked, so prompts "
-            "take longer",
+            "llama.cpp's AMX code crashes here (a known fault of GCC 12), so weights are not repacked, and "
+            "prompts take longer",
             "build llama-cpp-python with another compiler, or without AMX: "
             f'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" {_REBUILD}{_use_it(found)}',
         )
@@ -190,7 +193,7 @@ def _cores(found: Installation) -> Iterator[Advice]:
             "slow" if found.n_cores <= found.n_cores_online / 2 else "note",
             f"this process may use {found.n_cores} of {found.n_cores_online} cores: its affinity, a quota of its "
             "control group or OMP_THREAD_LIMIT leaves no more",
-            "raise the limit (taskset, --cpus, OMP_THREAD_LIMIT), if more are meant for it",
+            "raise the limit (taskset, --cpus, OMP_THREAD_LIMIT) if the process is to use more",
         )
 
 
@@ -199,7 +202,7 @@ def _memory(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "little-memory",
             "slow",
-            f"{found.n_free_bytes / 2**20:,.0f} MiB of memory are free: windows get short, and slots few",
+            f"{found.n_free_bytes / 2**20:,.0f} MiB of memory are free: enough for few slots with short windows",
             "free some, raise the limit of the container, or take a smaller model",
         )
 
@@ -209,7 +212,7 @@ def _huge_pages(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "no-huge-pages",
             "note",
-            "the system gives nobody huge pages of memory, with which a single request decodes up to a fifth faster",
+            "the system gives no program huge pages, with which a single request decodes up to a fifth faster",
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
 
@@ -230,7 +233,7 @@ def _openmp(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "openmp-dynamic",
             "slow",
-            "OMP_DYNAMIC lets OpenMP start fewer threads than a step is divided for",
+            "OMP_DYNAMIC lets OpenMP start fewer threads than a step needs",
             "unset OMP_DYNAMIC",
         )
     if said.get("OMP_PROC_BIND", "false") not in ("false", "") or "GOMP_CPU_AFFINITY" in said:
@@ -244,9 +247,9 @@ def _openmp(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "openmp-spins",
             "slow",
-            "OMP_WAIT_POLICY or GOMP_SPINCOUNT has waiting threads spin: beside any other program, steps take several "
-            "times as long",
-            "unset it: cbatch has them sleep sooner while another program runs",
+            "OMP_WAIT_POLICY or GOMP_SPINCOUNT makes waiting threads spin: while any other program runs, steps take "
+            "several times as long",
+            "unset it: then cbatch lets them sleep sooner while another program runs",
         )
 
 
@@ -272,7 +275,7 @@ def _notes(found: Installation) -> Iterator[Advice]:
         yield Advice(
             "notes-unwritable",
             "slow",
-            "findings about this machine cannot be kept, so every load tries the model again",
+            "findings about this machine cannot be saved, so every load tests the model again",
             "make the user's cache folder writable (XDG_CACHE_HOME names it)",
         )
 

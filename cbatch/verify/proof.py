@@ -28,7 +28,7 @@ _N_TIES = 5
 _QUANTUM = 5
 
 _CHECKS: Sequence[tuple[str, dict[str, Any]]] = (
-    ("in company", {"share_prefixes": False}),
+    ("in a batch", {"share_prefixes": False}),
     ("in turns, saved and restored", {"policy": "round_robin", "quantum": _QUANTUM}),
     (
         "in turns, computed again",

@@ -108,7 +108,7 @@ class Workers(Questions):
         """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
-                "this engine belongs to the parent process: load one after the fork"
+                "this engine belongs to the parent process: load another one after the fork"
             )
         self.pool.check_open()
 

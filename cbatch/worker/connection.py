@@ -167,10 +167,10 @@ class Connection:
                 return check_int("parallel", ready.parallel, 1, MAX_INT), window
         except Exception as wrong:
             raise EngineError(
-                f"the answer does not come from a worker: {words_of(wrong)}"
+                f"what answered is not a worker of cbatch: {words_of(wrong)}"
             ) from None
         raise ready.error or EngineError(
-            f"the worker speaks version {ready.cbatch} of the protocol, this cbatch {VERSION}"
+            f"the worker speaks version {ready.cbatch} of the protocol, this cbatch version {VERSION}"
         )
 
     @property
@@ -326,6 +326,6 @@ def _message_of(command: ProtocolCommand) -> bytes:
     data = encode_call(command)
     if len(data) > N_LINE_MAX:
         raise ConfigError(
-            f"{len(data):,} bytes are too many for a worker process; at most {N_LINE_MAX:,} are allowed"
+            f"a message of {len(data):,} bytes is too long for a worker process; at most {N_LINE_MAX:,} are allowed"
         )
     return framed(data, "msgpack")

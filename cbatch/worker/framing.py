@@ -123,7 +123,7 @@ def read_frames(
                 )
             if n_bytes > n_max:
                 raise ConfigError(
-                    f"a frame has {n_bytes:,} bytes, and at most {n_max:,} are accepted"
+                    f"a frame has {n_bytes:,} bytes, but at most {n_max:,} are accepted"
                 )
             rest = source.read(n_bytes - 1)
             if len(rest) == n_bytes - 1:

@@ -619,7 +619,9 @@ class Pool:
                 self.recorder(record)
         except BaseException:  # never the program's: this is not its main thread
             self.recorder = None
-            _log.fail("the function given to record_steps raised and is called no more")
+            _log.fail(
+                "the function given to record_steps raised an error and is not called any more"
+            )
 
     def _after_ends(self, connection: Connection) -> None:
         """Once requests have ended: send what waits for that, and take over from a worker where others wait."""

@@ -129,7 +129,7 @@ def _how(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
-        return "ended by SIGKILL, as the system does where memory runs out"
+        return "ended by SIGKILL, which the system sends when memory runs out"
     try:
         return f"ended by {signal.Signals(-code).name}"
     except ValueError:

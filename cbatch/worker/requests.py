@@ -356,7 +356,9 @@ class Asked:
     def read_chunk(self, said: BatchOutputChunk) -> BatchOutputChunk:
         """Return a chunk that its worker sends, with the request's id. Raises a ConfigError where it cannot be one."""
         if said.index and not 0 <= said.index < self.n_choices:
-            raise ConfigError(f"a chunk of choice {said.index}, but there are {self.n_choices}")
+            raise ConfigError(
+                f"got a chunk of choice {said.index}, but there are {self.n_choices} choices"
+            )
         object.__setattr__(said, "id", self.id)  # nobody else has it yet, and a copy takes long
         return said
 
@@ -389,7 +391,9 @@ class Asked:
         said, self.parts = joined(said, self.parts), []
         result = heard_result(said, self.id, partial(self.origin_of, owner=owner))
         if len(result.choices) > self.n_choices:
-            raise ConfigError(f"{len(result.choices)} choices, but {self.n_choices} were asked for")
+            raise ConfigError(
+                f"got {len(result.choices)} choices, but {self.n_choices} were asked for"
+            )
         return result
 
     def shared(self, result: BatchResult) -> BatchResult:

@@ -441,7 +441,9 @@ def joined(result: BatchResult, parts: Sequence[ResultPart]) -> BatchResult:
             found.setdefault(i, {})["prompt_logprobs" if of_prompt else "logprobs"] = scores
     own = found.pop(THE_RESULT, {})
     if any(not 0 <= i < len(result.choices) for i in found):
-        raise ConfigError(f"parts of choices {[*found]}, but there are {len(result.choices)}")
+        raise ConfigError(
+            f"got parts of choices {[*found]}, but there are {len(result.choices)} choices"
+        )
     choices = tuple(
         replace(c, **found[i]) if i in found else c for i, c in enumerate(result.choices)
     )

@@ -168,5 +168,7 @@ def test_layers_for_no_device_are_said_in_the_log(
 def test_more_shares_than_devices_are_refused() -> None:
     n_most = llama_cpp.llama_max_devices()
     params = llama_cpp.llama_model_default_params()
-    with pytest.raises(ConfigError, match=f"{n_most + 1} shares, llama.cpp knows up to {n_most}"):
+    with pytest.raises(
+        ConfigError, match=f"{n_most + 1} shares, but llama.cpp supports at most {n_most}"
+    ):
         place(params, EngineOptions(tensor_split=[1.0] * (n_most + 1)))

@@ -222,8 +222,8 @@ def test_exact_is_refused_for_unified_memory_without_loading() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv": "unified"}, "in unified KV the place of a cell changes the rounding"),
-        ({"kv": "unified", "flash_attn": "off"}, "in unified KV the place of a cell"),
+        ({"kv": "unified"}, "with kv='unified' the position of a cell changes the rounding"),
+        ({"kv": "unified", "flash_attn": "off"}, "with kv='unified' the position of a cell"),
         ({"flash_attn": "on"}, "flash attention chooses its kernel by the shape of a step"),
     ],
     ids=["unified", "unified without flash attention", "flash attention"],

@@ -349,7 +349,7 @@ def test_what_is_no_exception_is_raised_by_the_step(is_fake: bool) -> None:
 
 def test_processor_that_nothing_is_sampled_for_is_told(fake: Engine) -> None:
     result = answer(fake, force, prefill_only=True)
-    assert result.warnings == ("logits_processor has no effect where nothing is sampled",)
+    assert result.warnings == ("logits_processor has no effect if nothing is sampled",)
 
 
 def test_extended_answer_is_processed_on(fake: Engine) -> None:
@@ -374,7 +374,8 @@ async def later(token_ids: Ids, logits: Row) -> None:
 @pytest.mark.parametrize("value", ["f", 3, [force], {"a": force}, later])
 def test_option_is_a_function(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"logits_processor must be a Python function .* only in this"
+        ConfigError,
+        match=r"logits_processor works only in this process, and must be a Python function",
     ):
         RunOptions(logits_processor=value)
 
@@ -405,5 +406,5 @@ def test_run_over_files_takes_none(tmp_path: Path, fake: Engine) -> None:
     )
     run_file(source, tmp_path / "out.jsonl", engine=fake)
     said = (tmp_path / "out.jsonl").read_text("utf-8")
-    assert "logits_processor must be a Python function" in said
+    assert "must be a Python function" in said
     assert "only in this process" in said

@@ -188,7 +188,8 @@ def test_library_without_backends_says_where_they_are_sought(tmp_path: Path) -> 
     file = tmp_path / "lib" / "libllama.so"
     library = Library()
     with pytest.raises(
-        IncompatibleLlamaError, match=r"no backend, such as libggml-cpu, loads from .*lib, .*bin"
+        IncompatibleLlamaError,
+        match=r"no backend, such as libggml-cpu, can be loaded from .*lib, .*bin",
     ):
         load_backends(library, file)
     assert library.folders == [os.fsencode(tmp_path / name) for name in ("lib", "bin")]
@@ -302,7 +303,7 @@ ENDS = "#include <stdlib.h>\n__attribute__((constructor)) void end(void) { abort
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (ENDS, r"does not fit: it ended a process that tried it \(SIGABRT"),
+        (ENDS, r"does not fit: a process that tried it ended with SIGABRT"),
         (
             "int nothing(void) { return 0; }\n",
             r"it has no function llama_\w+, which llama-cpp-python needs",
@@ -344,9 +345,9 @@ def _compiler() -> str:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("FIRST", {280: 22.0}, "a logit of the model that ships is off by 1.3"),
-        ("ANSWER", (280, 360, 277, 4), "token 281 where 277 is right"),
-        ("N_PROMPT", 3, "it makes 16 tokens of a text that has 3"),
+        ("FIRST", {280: 22.0}, "a logit of the model shipped with cbatch is off by 1.3"),
+        ("ANSWER", (280, 360, 277, 4), "token 281 in place of 277"),
+        ("N_PROMPT", 3, "it splits a text of 3 tokens into 16 tokens"),
         ("MODEL", Path("/nowhere.gguf"), "it cannot load /nowhere.gguf"),
     ],
 )

@@ -136,7 +136,7 @@ def test_bare_loop_alone_gives_a_table_of_widths() -> None:
     made.run()
     summary = Summary(made)
     assert summary.problems() == []
-    assert summary.remarks() == ["the best prompt rate is not known: no copies"]
+    assert summary.remarks() == ["the best prompt rate could not be measured: no copies"]
     assert (summary.rows[0].of_ideal, summary.rows[0].of_bare) == (None, Middle(1.0, 1.0, 1.0))
 
 

@@ -167,7 +167,7 @@ def test_answer_that_never_ends_is_given_up() -> None:
             return await client.ask(REQUEST, 0.0, lambda: 0.0)
 
     answer = Server(b"").ask(use, timeout_s=0.05)
-    assert answer.error == "no end of the answer in 0.05 s"
+    assert answer.error == "the answer did not end within 0.05 s"
 
 
 def test_server_that_is_not_there_is_named() -> None:
@@ -258,8 +258,13 @@ def side(server: Server, expected: list[str], n_prompt: int = 3) -> list[str]:
 @pytest.mark.parametrize(
     ("answer", "expected", "n_prompt", "words"),
     [
-        (reply(STREAM), ["ab", "cd"], 3, "answers 2 of 2 probes differently: it has another model"),
-        (reply(STREAM), ["xy"], 9, "counts 3 tokens in a prompt of 9: it has another model"),
+        (
+            reply(STREAM),
+            ["ab", "cd"],
+            3,
+            "answers all 2 test prompts differently: it has another model",
+        ),
+        (reply(STREAM), ["xy"], 9, "counts 3 tokens in a prompt that has 9: it has another model"),
         (reply(b"", 500), ["xy"], 3, r"theirs: .* answered 500"),
     ],
     ids=["model", "vocabulary", "refuses"],
@@ -274,4 +279,4 @@ def test_server_of_another_model_is_not_measured(
 def test_server_that_answers_as_the_model_does_may_be_measured() -> None:
     assert side(Server(reply(STREAM)), ["xyz", "no"]) == []
     notes = side(Server(reply(event("xy", finish="stop") + DONE)), ["xy"])
-    assert notes == ["it tells no usage: tokens are counted in its text"]
+    assert notes == ["it reports no usage, so tokens are counted in its text"]

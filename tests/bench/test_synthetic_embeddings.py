@@ -90,9 +90,9 @@ def test_window_of_gemma_embedding_is_that_of_the_shape(synth: SynthFactory) -> 
 @pytest.mark.parametrize(
     ("name", "change", "rule"),
     [
-        ("bert", {"n_expert": 2, "n_expert_used": 1}, "no experts"),
-        ("bert", {"n_window": 8}, "no window"),
-        ("qwen3-embedding", {"n_window": 8}, "no window"),
+        ("bert", {"n_expert": 2, "n_expert_used": 1}, "without experts"),
+        ("bert", {"n_window": 8}, "no sliding window"),
+        ("qwen3-embedding", {"n_window": 8}, "no sliding window"),
         ("gemma-embedding", {"n_window": 0}, "needs a window"),
         ("mamba", {"pooling": "mean"}, "no pooling"),
         ("bert", {"pooling": "max"}, "unknown pooling 'max'; known are none, mean"),

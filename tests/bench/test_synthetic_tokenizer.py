@@ -169,7 +169,7 @@ def test_tokens_without_text_and_those_that_end_are_quiet(tmp_path: Path) -> Non
 
 
 def test_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the tokenizer has 400 tokens, the shape 1024"):
+    with pytest.raises(ConfigError, match="the tokenizer has 400 tokens, but the shape has 1024"):
         write_model(tmp_path / "a.gguf", SHAPES["test"], tokenizer=make_tokenizer(400))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="n_vocab must be at least"):
@@ -229,7 +229,7 @@ def test_file_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": None}, "has no vocabulary"),
         ({"tokenizer.ggml.model": ("none", "STRING", None)}, "has no vocabulary"),
         ({TOKENS: None}, "has no vocabulary"),
-        ({TOKENS: (["a", "a", *"cdefghi"], "ARRAY", "STRING")}, "stand twice"),
+        ({TOKENS: (["a", "a", *"cdefghi"], "ARRAY", "STRING")}, "occur twice"),
         ({"tokenizer.ggml.scores": ([1.0], "ARRAY", "FLOAT32")}, "scores is not one number"),
         ({"tokenizer.ggml.scores": (1.0, "FLOAT32", None)}, "scores is not one number"),
         ({"tokenizer.ggml.token_type": types(1, 1)}, "token_type is not one number"),

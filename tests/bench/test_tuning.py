@@ -217,7 +217,7 @@ def test_model_that_cannot_run_as_it_is_ends_it(broken: str) -> None:
 def test_nothing_begins_after_the_time_and_the_rest_is_named() -> None:
     machine = Machine()
     tuner = ran(machine, WIDE, THREAD, OFF, budget_s=55 * JOB_S)
-    assert verdicts(tuner) == ["no difference", "not enough rounds"]
+    assert verdicts(tuner) == ["no difference", "too few rounds to tell"]
     assert tuner.untold == [THREAD, OFF]
     assert tuner.needed_s > 55 * JOB_S
     assert machine.now_s < 60 * JOB_S

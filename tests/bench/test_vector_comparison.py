@@ -104,9 +104,7 @@ def test_table_has_the_ratio_of_each_side_to_ours() -> None:
 def test_side_with_other_vectors_is_left_out() -> None:
     other = MadeUpSide("other", row=(4.0, 3.0))
     found = compared(EMBED, MadeUpSide("engine"), other)
-    assert found.refused == [
-        "embed: other: has another model, or computes otherwise: cosine 0.9600"
-    ]
+    assert found.refused == ["embed: other: has another model or other results: cosine 0.9600"]
     assert other.n_rounds == 0
     assert other.n_closes == 1
 

@@ -39,12 +39,18 @@ def with_first(n: int, **changes: object) -> list[MeasuredAnswer]:
         (ANSWERS[1:], "1 of 20 requests have no answer"),
         (
             with_first(2, n_output=5),
-            "2 of 20 requests are cut: 5 tokens of 16, finish reason length",
+            "2 of 20 requests have short answers: one has 5 of 16 tokens, finish reason length",
         ),
-        (with_first(1, finish="window"), "1 of 20 requests are cut: .* finish reason window"),
-        (with_first(1, finish=None), "1 of 20 requests are cut: .* finish reason None"),
-        (with_first(N, n_output=0, finish="stop"), "no answer has a token"),
-        (with_first(1, n_prompt=40), "1 of 20 requests have other prompts: 40 tokens of 10"),
+        (
+            with_first(1, finish="window"),
+            "1 of 20 requests have short answers: .* finish reason window",
+        ),
+        (with_first(1, finish=None), "1 of 20 requests have short answers: .* finish reason None"),
+        (with_first(N, n_output=0, finish="stop"), "all answers are empty"),
+        (
+            with_first(1, n_prompt=40),
+            "1 of 20 requests have other prompts: one has 40 tokens, not 10",
+        ),
     ],
 )
 def test_broken_answers_are_named(answers: list[MeasuredAnswer], words: str) -> None:
@@ -70,12 +76,12 @@ def test_answer_that_the_server_ended_is_not_cut_and_counted() -> None:
 def test_answers_must_be_equal_alone_exact_ones_to_the_last_token() -> None:
     alone = {str(i): (i, 2, 4 if i == 3 else 3) for i in range(5)}
     [words] = differences(alone, ANSWERS, is_exact=True)
-    assert words == "1 of 5 answers differ from those of the same requests alone"
+    assert words == "1 of 5 answers differ from those of the same requests run alone"
     assert differences(alone, ANSWERS, is_exact=False) == []
     for n_alike, n_problems in ((1, 1), (2, 0)):
         first = {str(i): (i if i < n_alike else 99,) for i in range(5)}
         found = differences(first, ANSWERS, is_exact=False)
-        words = "4 of 5 first tokens differ from those of the same requests alone"
+        words = "4 of 5 first tokens differ from those of the same requests run alone"
         assert found == [words] * n_problems
     # a side that knows no tokens is not compared by them
     assert differences({"0": (9,)}, with_first(1, tokens=()), is_exact=True) == []
@@ -107,10 +113,10 @@ def test_junk_behind_a_right_token_is_refused_wherever_it_is(request_: WorkReque
     assert unlikely([request_], [right * 16]) == []
     assert unlikely([request_] * 2, [right * 16, []]) == []
     [words] = unlikely([request_], [right[:1] + junk])
-    assert words == "4 of 5 tokens are not the model's, given those before"
+    assert words == "4 of 5 tokens are unlikely by the model itself, given the tokens before"
     for found in (right * 8 + junk * 8, junk * 8 + right * 8):
         [words] = unlikely([request_] * 2, [right * 16, found])
-        assert words == "32 of 128 tokens are not the model's, given those before"
+        assert words == "32 of 128 tokens are unlikely by the model itself, given the tokens before"
 
 
 def test_ties_and_a_few_unlikely_tokens_are_the_models() -> None:
@@ -125,4 +131,7 @@ def test_text_is_set_against_text_of_the_model_alone() -> None:
     assert unlikely_text(0.0, [[-9.0] * 8]) == []
     assert unlikely_text(0.9, [[]]) == []
     [words] = unlikely_text(0.8, [[0.0] + [-9.0] * 9])
-    assert words == "10% of the text's tokens are likely, given those before; alone 80% are"
+    assert (
+        words
+        == "only 10% of the text's tokens are likely by the model itself; of its own answers, 80% are"
+    )

@@ -70,7 +70,7 @@ def test_distinct_tokens_are_counted_once() -> None:
         (
             "burst",
             {"own": (9, 8)},
-            "tokens of prompts must be at least 1, the smaller number first, not 9-8",
+            "tokens of prompts must be 1 or more, with the smaller number first, not 9-8",
         ),
         ("burst", {"output": (0, 8)}, "tokens of answers must be at least 1"),
         ("burst", {"n_common": -1}, "tokens in common must be at least 0"),

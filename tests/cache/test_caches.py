@@ -322,7 +322,7 @@ def test_cells_that_cannot_be_copied_out_leave_the_answer_with_a_warning(any_way
     engine = any_way.engine(faults=Faults(swap=lambda _: False))
     result = any_way.result(engine, text_of(40), **SAVED)
     assert result.token_ids == expected(text_of(40))
-    assert "could not be copied out" in result.warnings[-1]
+    assert "could not be copied to host memory" in result.warnings[-1]
     assert any_way.keys() == []
 
 
@@ -729,7 +729,7 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
 
 
 def refuses(call: Callable[[], object]) -> CacheError:
-    with pytest.raises(CacheError, match="save it: give each a cache_key of its own") as caught:
+    with pytest.raises(CacheError, match="save it: give each its own cache_key") as caught:
         call()
     return caught.value
 
@@ -866,7 +866,7 @@ def test_file_that_has_a_first_token_in_common_alone_is_none(any_way: Place) -> 
         any_way.engine().run([item(other, **REQUIRED), item(other, **READ)])
     )
     assert isinstance(failed.error, CacheError)
-    assert "does not begin" in failed.error.reason
+    assert "no usable beginning" in failed.error.reason
     assert warned.warnings == (f"cache_key: {failed.error.reason}",)
     assert (warned.token_ids, warned.usage.cached_tokens) == (expected(other), 0)
 
@@ -1290,7 +1290,7 @@ def in_place_of(make: Callable[[Path], object]) -> Callable[[Path, bytes], None]
 
 
 BAD: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
-    "far longer": (lambda p, _: os.truncate(p, 2**40), "should be"),
+    "far longer": (lambda p, _: os.truncate(p, 2**40), "should have"),
     "one bit of the cells": (lambda p, d: put(p, change(d, len(d) - 60)), "is damaged"),
     "a FIFO": (in_place_of(os.mkfifo), "is not a regular file"),
 }
@@ -1327,10 +1327,10 @@ def test_bad_file_is_replaced_by_the_next_save(any_way: Place) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"seed": 5}, "seed is 5, was saved with 0"),
+        ({"seed": 5}, "seed is 5, but was 0"),
         (
             {"memory": KvCapabilities("unified", 512, can_save=True, can_copy=True)},
-            "kind is unified, was saved with partitioned",
+            "kind is unified, but was partitioned",
         ),
     ],
     ids=["model", "kind"],
@@ -1399,7 +1399,7 @@ def test_cells_that_the_backend_refuses_are_so_for_all(
     assert [r.token_ids for r in results] == wanted
     assert {r.finish_reason for r in results} == {"length" if options is READ else "error"}
     said = results[0].warnings[0] if options is READ else str(results[0].error)
-    assert "cannot take these cells" in said
+    assert "cannot load these cells" in said
     assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3))
 
 

@@ -259,8 +259,8 @@ def test_file_of_other_settings_or_another_model_is_told_apart(
     with load(test_model, folder) as engine:
         ask(engine, prompt(60), **SAVED, **GREEDY)
     for path, settings, words in (
-        (test_model, {"cache_type_k": "q8_0"}, "cache_type_k is q8_0, was saved with f16"),
-        (test_model, {"exact": True}, "exact is True, was saved with False"),
+        (test_model, {"cache_type_k": "q8_0"}, "cache_type_k is q8_0, but was f16"),
+        (test_model, {"exact": True}, "exact is True, but was False"),
         (test_model, {"rope_freq_base": 9e4}, "rope_freq_base is 90000.0"),
         (random_model, {}, "model is sha256"),
     ):
@@ -308,7 +308,7 @@ def another_type(data: NDArray[np.uint8]) -> None:
 
 BAD_CELLS: dict[str, tuple[Callable[[NDArray[np.uint8]], object], str]] = {
     "slots": (one_slot_more, "cut off"),
-    "type": (another_type, "laid out in another way"),
+    "type": (another_type, "have another layout"),
 }
 CELLS_OF: dict[str, dict[str, Any]] = {
     "slots": {"flash_attn": "off"},

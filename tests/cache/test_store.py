@@ -250,7 +250,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
 def test_folder_of_a_user_without_a_home_is_refused(homeless: None) -> None:
-    with pytest.raises(ConfigError, match=r"give a cache_dir: .* home"):
+    with pytest.raises(ConfigError, match=r"give cache_dir: .* home"):
         cells_folder()
 
 
@@ -262,7 +262,7 @@ def test_user_without_a_home_runs_what_needs_no_folder_and_is_told_else(
     with Engine(FakeBackend(2, 64, 64, memory=memory), threaded=False) as engine:
         assert engine.submit("a", options={"max_tokens": 1}).result().warnings == ()
         keyed = engine.submit("a", options={"max_tokens": 1, "cache_key": "k", "save_cache": True})
-        assert all("give a cache_dir" in w for w in keyed.result().warnings)
+        assert all("give cache_dir" in w for w in keyed.result().warnings)
         assert keyed.result().warnings
 
 
@@ -296,20 +296,21 @@ def test_one_key_of_two_fingerprints_is_two_files(store: CacheStore) -> None:
 
 def test_key_of_another_fingerprint_names_each_difference(store: CacheStore) -> None:
     store.write("a", cells(), F16)
-    assert fails(store, fingerprint=Q8) == "type_k is q8_0, was saved with f16"
+    assert fails(store, fingerprint=Q8) == "type_k is q8_0, but was f16 when the cells were saved"
     other = {"model": "sha256:cd", "type_k": "f16", "lora": "x"}
     assert fails(store, fingerprint=other) == (
-        "lora is x, was saved with nothing; model is sha256:cd, was saved with sha256:ab"
+        "lora is x, but was nothing when the cells were saved; "
+        "model is sha256:cd, but was sha256:ab when the cells were saved"
     )
     assert fails(store, fingerprint={"model": "sha256:ab"}) == (
-        "type_k is nothing, was saved with f16"
+        "type_k is nothing, but was f16 when the cells were saved"
     )
 
 
 def test_key_of_several_fingerprints_names_the_nearest(store: CacheStore) -> None:
     for fingerprint in ({"model": "x", "type_k": "f32"}, F16, {"model": "x", "type_k": "q4_0"}):
         store.write("a", cells(), fingerprint)
-    assert fails(store, fingerprint=Q8) == "type_k is q8_0, was saved with f16"
+    assert fails(store, fingerprint=Q8) == "type_k is q8_0, but was f16 when the cells were saved"
 
 
 def test_file_that_came_while_it_was_missed_differs_in_nothing(
@@ -326,12 +327,15 @@ def test_file_that_came_while_it_was_missed_differs_in_nothing(
     store.write("a", cells(), F16)
     assert reason() == "no cells are saved under this key"
     store.write("a", cells(), Q8)
-    assert reason() == "type_k is f16, was saved with q8_0"
+    assert reason() == "type_k is f16, but was q8_0 when the cells were saved"
 
 
 def test_values_in_an_error_cannot_command_a_terminal(store: CacheStore) -> None:
     store.write("a", cells(), {"type_k\n": "\x1b[2J"})
-    assert fails(store, fingerprint={}) == r"'type_k\n' is nothing, was saved with '\x1b[2J'"
+    assert (
+        fails(store, fingerprint={})
+        == r"'type_k\n' is nothing, but was '\x1b[2J' when the cells were saved"
+    )
 
 
 def test_other_fingerprint_in_a_bad_file_is_as_none(store: CacheStore, folder: Path) -> None:
@@ -358,7 +362,7 @@ def test_file_larger_than_the_limit_is_refused_before_anything_is_written(folder
     exact.write("a", cells(), F16)
     before = list(folder.iterdir())
     with pytest.raises(
-        CacheError, match=rf"{size:,} bytes exceed the limit of {size - 1:,} .* cache_mib"
+        CacheError, match=rf"{size:,} bytes, more than the limit of {size - 1:,} .* cache_mib"
     ):
         tight.write("a", cells(seed=1), F16)
     assert list(folder.iterdir()) == before
@@ -482,11 +486,11 @@ def test_checkpoint_that_says_nonsense_is_an_error(
     [
         (b"", "is not a file of cells"),
         (b"GGUF" + bytes(400), "is not a file of cells"),
-        (forged(GOOD, tokens=TOKEN, n_data=3, version=3), "is of version 3, and this cbatch reads 1 and 2"),
-        (forged(GOOD, tokens=TOKEN, n_data=4), "bytes where"),
-        (forged(GOOD, tokens=TOKEN, n_data=2), "bytes where"),
-        (forged({**GOOD, "n_tokens": 2**62}, tokens=TOKEN, n_data=3), "bytes where"),
-        (forged({**GOOD, "n_data": 2**62}, tokens=TOKEN, n_data=3), "bytes where"),
+        (forged(GOOD, tokens=TOKEN, n_data=3, version=3), "is of version 3, but this cbatch reads versions 1 and 2"),
+        (forged(GOOD, tokens=TOKEN, n_data=4), "bytes, but should have"),
+        (forged(GOOD, tokens=TOKEN, n_data=2), "bytes, but should have"),
+        (forged({**GOOD, "n_tokens": 2**62}, tokens=TOKEN, n_data=3), "bytes, but should have"),
+        (forged({**GOOD, "n_data": 2**62}, tokens=TOKEN, n_data=3), "bytes, but should have"),
         (forged({**GOOD, "key": "b"}, tokens=TOKEN, n_data=3), "another key or fingerprint"),
         (forged({**GOOD, "fingerprint": Q8}, tokens=TOKEN, n_data=3), "another key or fingerprint"),
         (b"\x93CBCELLS" + struct.pack("<II", 1, 2**32 - 1) + bytes(99), "has a damaged header"),
@@ -530,7 +534,7 @@ def test_file_cut_off_while_it_is_read_is_an_error(
         return found
 
     monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "head", cut)
-    assert fails(store).endswith("was cut off meanwhile")
+    assert fails(store).endswith("was cut off while it was read")
 
 
 def as_fifo(path: Path) -> None:
@@ -1076,7 +1080,7 @@ def test_bad_file_is_listed_with_its_problem_and_can_be_removed_by_its_key(
     [bad] = store.files("a")
     assert bad in store.files()
     assert (bad.key, bad.n_tokens, bad.fingerprint) == ("", 0, {})
-    assert "bytes where" in (bad.problem or "")
+    assert "bytes, but should have" in (bad.problem or "")
     assert store.remove("a") == 1
     assert keys(store) == ["b"]
 

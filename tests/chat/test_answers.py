@@ -116,7 +116,7 @@ def test_calls_are_taken_out_of_the_text_behind_the_thinking() -> None:
     assert answer.reasoning == f"I could {CALL}"
 
 
-LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 after it left out",)
+LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 more are left out",)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_text_of_a_call_that_cannot_be_read_is_kept_with_a_warning() -> None:
     text = ' Well: <tool_call>{"name": </tool_call>'
     answer = read(text, HERMES, TOOLS)
     assert (answer.text, answer.calls) == (text, ())
-    assert "could not be read" in answer.warnings[0]
+    assert "malformed tool call" in answer.warnings[0]
 
 
 def test_call_of_an_unknown_tool_is_given_out_with_a_warning() -> None:

@@ -146,7 +146,7 @@ def test_conversation_goes_on_after_a_question_too_long(test_model: Path, asked:
     assert result.exit_code == 1
     assert result.stderr.startswith("cbatch: the conversation has ")
     assert result.stderr.endswith(
-        ", and the model was trained for no longer texts: start a new one\n"
+        ", and the model was not trained for longer texts: start a new one\n"
     )
     assert result.stderr.count("\n") == 1
     assert asked[1] == [user("Short")]
@@ -256,7 +256,7 @@ def test_reader_who_leaves_ends_ask_quietly_with_0(test_model: Path) -> None:
 def test_conversation_on_a_terminal_prompts_and_ends_at_ctrl_d(test_model: Path) -> None:
     done = on_terminal(b"Hi\n\x04", "ask", "-i", "-m", test_model, *SHORT)
     assert done.exit_code == 0
-    assert done.stderr.startswith("cbatch: an empty line ends the conversation\n> ")
+    assert done.stderr.startswith("cbatch: type an empty line to end the conversation\n> ")
     assert done.stderr.count("> ") == 2
     assert done.stdout
 
@@ -265,7 +265,7 @@ def test_conversation_on_a_terminal_prompts_and_ends_at_ctrl_d(test_model: Path)
 def test_question_typed_on_a_terminal_is_asked_for(test_model: Path) -> None:
     done = on_terminal(b"Hi\n\x04", "ask", "-m", test_model, *SHORT)
     assert done.exit_code == 0
-    assert done.stderr == "cbatch: type the question; Ctrl-D on a line of its own ends it\n"
+    assert done.stderr == "cbatch: type the question, then Ctrl-D on a line of its own\n"
     assert done.stdout
 
 

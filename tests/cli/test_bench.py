@@ -47,12 +47,12 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--sides", "vllm"), "unknown side 'vllm'; known are engine"),
         (("--at-once", "two"), "at_once must be whole numbers separated by commas"),
         (("--at-once", "0"), "at_once"),
-        (("--rate", "-1"), "rate must be requests a second"),
-        (("--rate", "inf"), "rate must be requests a second"),
+        (("--rate", "-1"), "rate must be numbers of requests a second"),
+        (("--rate", "inf"), "rate must be numbers of requests a second"),
         (("--prompt-tokens", "9-8"), "the smaller number first, not 9-8"),
         (("--prompt-tokens", "many"), "prompt_tokens must be a number of tokens"),
         (("--against", "ftp://a"), "ftp://a: is not a server's URL"),
-        (("--api-key", "a"), "--against-model and --api-key are for --against"),
+        (("--api-key", "a"), "--against-model and --api-key need --against"),
         (("--llama-server", "/no/where"), "/no/where: is not a file"),
         (("--case", "speed"), "unknown case 'speed'; known are staggered"),
         (("--json", "."), "is a directory: give a file"),
@@ -163,7 +163,7 @@ def test_exact_answers_are_compared_with_those_alone(monkeypatch: pytest.MonkeyP
     assert shown.exit_code == 1, shown.stderr
     assert len(compared) == 4
     assert all(n >= 4 for n in compared)  # whole answers
-    assert "4 of 4 answers differ from those of the same requests alone" in shown.stderr
+    assert "4 of 4 answers differ from those of the same requests run alone" in shown.stderr
 
 
 @pytest.mark.real
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_with_what_was_measured(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 130, stderr
-    assert b"interrupted: these are the rounds before" in stderr
+    assert b"interrupted: these are the complete rounds" in stderr
     assert "burst: many short questions" in stdout.decode()
     [row] = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert 2 <= row["n_counted"] < 100_000

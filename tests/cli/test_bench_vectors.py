@@ -22,14 +22,14 @@ SHORT = ("--rounds", 1, "--count", 2, "--at-once", 2, "--prompt-tokens", "3-12")
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--workload", "embed,decode"), "embed and decode: measure them one at a time"),
+        (("--workload", "embed,decode"), "embed and decode cannot be measured together"),
         (("--output-tokens", "4"), "--output-tokens has no effect on embeddings and rerank"),
         (("--rate", "2"), "--rate has no effect"),
         (("--warm",), "--warm has no effect"),
         (("--no-stream",), "--no-stream has no effect"),
         (("--html", "a.html"), "--html has no effect"),
         (("--sides", "bare"), "side 'bare' has no embeddings: use engine, serve, llama"),
-        (("--common-tokens", "9"), "embed has no tokens in common"),
+        (("--common-tokens", "9"), "texts of embed have no common tokens"),
     ],
 )
 def test_what_is_not_of_embeddings_is_refused(args: tuple[str, ...], words: str) -> None:
@@ -43,7 +43,7 @@ def test_model_without_room_for_the_texts_says_so(synth: SynthFactory) -> None:
     path = synth("bert")
     shown = invoke("bench", path, "--workload", "embed", "--prompt-tokens", "5-600")
     assert shown.exit_code == 2
-    assert "embed needs 632 tokens, more than the model's 512: give other sizes" in shown.stderr
+    assert "embed needs 632 tokens, but the model takes 512: lower" in shown.stderr
     shown = invoke("bench", path, "--workload", "rerank")
     assert shown.exit_code == 2
     assert "the model cannot rerank: leave rerank out of --workload" in shown.stderr
@@ -63,13 +63,13 @@ def test_embeddings_are_measured_beside_servers_and_llama(
         )  # fmt: skip
     assert shown.exit_code == 1
     [refused] = re.findall(r"refused: (.*)", shown.stderr)
-    assert refused.startswith(f"embed: {wrong}: has another model, or computes otherwise: cosine")
+    assert refused.startswith(f"embed: {wrong}: has another model or other results: cosine")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     assert [m["side"] for m in found["rounds"]] == ["engine", "Llama.embed", url]
     assert all(m["n_texts"] == 32 and m["seconds"] > 0 for m in found["rounds"])
     assert [m["cpu_s"] is None for m in found["rounds"]] == [False, False, True]
     assert min(a["apart"] for a in found["apart"]) > 0.999
-    assert "embed: vectors of mixed texts (16 of 3–12 a call)" in shown.stdout
+    assert "embed: embeddings of texts of all lengths (16 texts of 3–12 a call)" in shown.stdout
     assert "| 2 at once | Llama.embed |" in page.read_text(encoding="utf-8")
 
 

@@ -112,7 +112,9 @@ def test_ls_shows_what_is_wrong_with_a_bad_file(folder: Path) -> None:
     assert done.exit_code == 0
     [line] = [line for line in done.stdout.splitlines() if line.startswith("? ")]
     assert f"{path.name} has " in line
-    assert "bytes where" in parse(cache("ls", "--json", folder=folder).stdout)[0]["problem"]
+    assert (
+        "bytes, but should have" in parse(cache("ls", "--json", folder=folder).stdout)[0]["problem"]
+    )
 
 
 @pytest.mark.parametrize("width", [80, 110, 66])
@@ -180,7 +182,7 @@ def test_rm_removes_the_files_of_its_keys_of_every_fingerprint(folder: Path) -> 
 def test_rm_names_unknown_keys_and_removes_the_others(folder: Path) -> None:
     store = keep(folder, "a", "b")
     done = cache("rm", "x", "a", "y", folder=folder)
-    assert done == Done(1, "", f"cbatch: nothing is kept in {folder} under 'x', 'y'\n")
+    assert done == Done(1, "", f"cbatch: no file in {folder} has the key 'x' or 'y'\n")
     assert [file.key for file in store.files()] == ["b"]
 
 
@@ -207,7 +209,7 @@ def test_rm_all_does_not_ask_who_is_sure(folder: Path) -> None:
 def test_rm_of_nothing_or_of_both_is_refused(folder: Path, args: tuple[str, ...]) -> None:
     store = keep(folder, "a")
     done = cache("rm", *args, folder=folder)
-    words = "cbatch: give either the keys whose files to remove, or --all\n"
+    words = "cbatch: give the keys of the files to remove, or --all, but not both\n"
     assert done == Done(2, "", words)
     assert len(store.files()) == 1
 
@@ -248,7 +250,7 @@ def test_verify_of_keys_reads_theirs_alone(folder: Path) -> None:
     assert done.stdout.count("\n") == 1
     done = cache("verify", "x", "b", folder=folder)
     assert done.exit_code == 1
-    assert done.stderr.endswith(f"cbatch: nothing is kept in {folder} under 'x'\n")
+    assert done.stderr.endswith(f"cbatch: no file in {folder} has the key 'x'\n")
 
 
 # ---- all of them ----

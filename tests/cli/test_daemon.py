@@ -218,7 +218,7 @@ def test_clients_at_a_socket_are_served_one_at_a_time(
             found = first.read_until(1, MORE)
             assert found[0] == (1, "started in slot 0: 4 + 40 tokens, in turns of 2")
             with Client(address) as second:
-                assert second.read() == (0, "error: another client is served")
+                assert second.read() == (0, "error: another client is connected: try again later")
                 assert second.read() == (0, END)
                 assert second.file.read() == b""
             first.say("SCHED_STEP")
@@ -286,7 +286,9 @@ def test_socket_that_was_left_behind_is_taken_over(
         assert place.stat().st_mode & 0o077 == 0
         _, text = other.communicate(timeout=PATIENCE_S)
         assert other.returncode == 2
-        assert text.decode() == f"cbatch: {place}: another process listens there\n"
+        assert (
+            text.decode() == f"cbatch: {place}: another process listens there: give another path\n"
+        )
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_engine_of_connect_leaves_the_daemon_to_the_next_client(place: str, tmp_
                 assert engine.parallel == 2
                 results = engine.run([prompt_of(i) for i in range(5)]).results()
                 assert [len(result.token_ids) for result in results] == [4] * 5
-                with pytest.raises(cbatch.EngineError, match="another client is served"):
+                with pytest.raises(cbatch.EngineError, match="another client is connected"):
                     connect(address)
                 assert engine.stats().n_submitted == 5
                 engine.reset_stats()
@@ -209,4 +209,4 @@ def test_second_program_at_a_socket_hears_that_another_is_served(tmp_path: Path)
             other.sendall(lines_of(HELLO, RUN))
             with other.makefile("rb") as said:
                 answer = json.loads(said.read())
-        assert answer["error"]["message"] == "another client is served"
+        assert answer["error"]["message"] == "another client is connected: try again later"

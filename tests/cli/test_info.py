@@ -55,10 +55,13 @@ def test_info_tells_of_company_what_is_known_or_was_tried(
 ) -> None:
     assert info(test_model)["company"].startswith("together: llama")
     assert info(zoo("jamba"))["company"] is None
-    assert "requests run   together, unless a test at load" in invoke("info", zoo("jamba")).stdout
+    assert (
+        "requests run   together, unless a test while loading"
+        in invoke("info", zoo("jamba")).stdout
+    )
     assert info(zoo("jamba"), "--company")["company"].startswith("together: a trial")
     said = invoke("info", zoo("cogvlm"), "--company", "--parallel", 4).stdout
-    assert "requests run   one at a time: llama.cpp computes a prompt otherwise" in said
+    assert "requests run   one at a time: llama.cpp gives other results for a prompt" in said
     assert "slots          1\n" in said
 
 
@@ -212,7 +215,7 @@ def test_info_tells_of_the_pool_for_short_sequences(
     [
         (
             (),
-            "on if this model supports it (llama.cpp's default; a load measures whether off is faster)",
+            "on if this model supports it (llama.cpp's default; loading the model measures whether off is faster)",
         ),
         (("--flash-attn", "off"), "off (as asked for)"),
         (("--kv", "unified"), "on if this model supports it (llama.cpp's default)"),
@@ -346,7 +349,7 @@ def test_info_answers_what_the_engine_answers(synth: SynthFactory) -> None:
         (("none.gguf", "--parallel", 0), "parallel must be 1 … 256, not 0"),
         (("none.gguf", "--cache-type-k", "q3"), "cache_type_k must be one of f16, f32, "),
         (("none.gguf", "--flash-attn", "off", "--cache-type-v", "q8_0"), "needs flash attention"),
-        (("MODEL", "--parallel", 256, "--ctx-per-seq", 2**30), "llama.cpp counts up to"),
+        (("MODEL", "--parallel", 256, "--ctx-per-seq", 2**30), "llama.cpp allows at most"),
     ],
     ids=str,
 )

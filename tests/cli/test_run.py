@@ -185,7 +185,7 @@ def test_input_that_cannot_be_read_is_named(
     write_input: WriteInput, tmp_path: Path, out: Path, test_model: Path
 ) -> None:
     for source, words in (
-        (write_input("", "  "), "no request in it"),
+        (write_input("", "  "), "no requests found"),
         (tmp_path / "none", "cannot be read: No such file"),
         (tmp_path, "is a directory"),
     ):
@@ -361,4 +361,4 @@ def test_demo_may_write_a_file_of_answers(tmp_path: Path) -> None:
 def test_demo_writes_json_lines_under_no_other_name(tmp_path: Path) -> None:
     result = invoke("run", "--demo", "--quiet", "-o", tmp_path / "answers.csv")
     assert result.exit_code == 2
-    assert "its name says csv, and answers are cbatch" in result.stderr
+    assert "its name says csv, but answers are cbatch" in result.stderr

@@ -181,7 +181,7 @@ def test_reader_who_leaves_ends_a_run_with_a_word(
         process.stdout.close()
         said = process.stderr.read().decode()
     assert process.returncode == 0
-    assert "the reader of stdout has left" in said.splitlines()[-1]
+    assert "stdout was closed" in said.splitlines()[-1]
     assert "Traceback" not in said
     if "--json" in args:
         assert {line["event"] for line in parse(said)} <= {"note", "progress", "summary"}

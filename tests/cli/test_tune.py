@@ -59,7 +59,7 @@ def test_wrong_words_are_refused_before_anything_runs(args: tuple[str, ...], wor
 def test_slot_that_is_too_small_for_the_jobs_is_refused(test_model: Path) -> None:
     shown = invoke("tune", test_model, "--ctx-per-seq", 512)
     assert shown.exit_code == 2
-    assert "the jobs need 668 tokens a slot, and it has 512" in shown.stderr
+    assert "the jobs need slots of 668 tokens, but have 512" in shown.stderr
 
 
 def test_table_and_flags_are_printed_and_written(

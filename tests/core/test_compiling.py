@@ -72,7 +72,7 @@ def test_bad_grammar_ends_its_requests_before_they_get_a_slot() -> None:
     for id in "02":
         error = rig.results[id].error
         assert isinstance(error, GrammarError)
-        assert "parity" in error.reason
+        assert "PARITY" in error.reason
         assert not rig.drivers[id].has_run
     assert rig.results["0"].error is not rig.results["2"].error
     assert rig.results["1"].error is None

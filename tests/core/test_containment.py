@@ -268,7 +268,7 @@ def test_nobody_running_though_somebody_could_is_a_bug_that_is_told(
     rig = make_scheduler(2)
     rig.submit(make_request())
     monkeypatch.setattr(SlotPlan, "can_admit", False)
-    with pytest.raises(PlanError, match=r"0 run, 1 wait, 128 cells and 2 slots are free"):
+    with pytest.raises(PlanError, match=r"0 requests run, 1 wait, 128 cells and 2 slots are free"):
         rig.scheduler.plan(0.0)
 
 
@@ -280,7 +280,7 @@ def test_somebody_running_who_is_not_computed_is_a_bug_that_is_told(
     rig.backend.interrupt()
     step(rig)
     monkeypatch.setattr(rig.scheduler, "_shares", lambda *_: {})
-    with pytest.raises(PlanError, match="no progress: 1 run"):
+    with pytest.raises(PlanError, match="no progress: 1 requests run"):
         rig.scheduler.plan(0.0)
 
 

@@ -117,11 +117,11 @@ def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list
 @pytest.mark.parametrize(
     ("stands_for", "options", "words"),
     [
-        (BROKEN_ROW, {}, "^the model's logits are not numbers"),
+        (BROKEN_ROW, {}, "^the model's logits are NaN or infinite"),
         (EMPTY_ROW, {}, "^every token is ruled out by logit_bias"),
         (EMPTY_ROW, {"logit_bias": {5: -1}}, "^every token is ruled out by logit_bias"),
         (EMPTY_ROW, {"logit_bias": {5: -math.inf}}, "^logit_bias bans every token that could"),
-        (BROKEN_ROW, {"regex": "a"}, "^the model's logits are not numbers"),
+        (BROKEN_ROW, {"regex": "a"}, "^the model's logits are NaN or infinite"),
         (
             EMPTY_ROW,
             {"regex": "a"},
@@ -235,7 +235,7 @@ def test_score_that_a_backend_left_out_ends_the_request_with_an_error(n_scores: 
     span = driver.span(Slot(0), 0, 3)
     assert not driver.take_scores(span, [TokenLogprobs(-1.0)] * n_scores, 1.0)
     assert isinstance(driver.error, RequestFailedError)
-    assert f"3 tokens were to be scored, {n_scores} were" in str(driver.error)
+    assert f"got {n_scores} scores for 3 tokens" in str(driver.error)
 
 
 @pytest.mark.parametrize("first", range(3))

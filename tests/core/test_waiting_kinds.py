@@ -107,7 +107,7 @@ def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
     rig = waiting(make_rig(), reader("a", n_shared), reader("b", n_shared, cache_required=True))
     assert adopted(rig) == []
     warned, refused = rig.drivers["a"], rig.drivers["b"]
-    assert "does not begin" in warned.warnings[0]
+    assert "no usable beginning" in warned.warnings[0]
     assert isinstance(refused.error, CacheError)
 
 
@@ -240,7 +240,7 @@ def test_followers_take_over_what_one_computes_whose_load_has_failed() -> None:
     others = [reader(f"{i}", 100, cache_required=True) for i in "12"]
     waiting(rig, reader("0", 100), *others)
     drive(rig)
-    assert "cannot take these cells" in rig.results["0"].warnings[0]
+    assert "cannot load these cells" in rig.results["0"].warnings[0]
     assert [rig.results[id].usage.cached_tokens >= 100 for id in "12"] == [True, True]
 
 
@@ -291,7 +291,7 @@ def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
     plan = step(rig)
     assert plan is not None
     assert rig.fetching == []
-    assert "does not begin" in rig.drivers["a"].warnings[0]
+    assert "no usable beginning" in rig.drivers["a"].warnings[0]
     drive(rig)
 
 

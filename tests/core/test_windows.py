@@ -122,7 +122,7 @@ def test_prompt_and_cap_fill_the_window_and_a_greater_cap_gives_way(
     more = any_way.result(engine, tokens, max_tokens=cap + 1)
     assert (more.finish_reason, more.token_ids) == ("window", fits.token_ids)
     assert more.warnings == (
-        f"max_tokens is {cap}, not {cap + 1}: the prompt has {W - cap} and the window {W}",
+        f"max_tokens is {cap}, not {cap + 1}: the prompt has {W - cap} tokens and the window {W}",
     )
     late = any_way.result(engine, tokens, max_tokens=cap + 1, strict_max_tokens=True)
     assert too_long(late) == (W - cap, cap + 1, W)
@@ -179,7 +179,7 @@ def test_each_of_several_answers_is_capped_and_says_so(any_way: Place) -> None:
     engine = any_way.engine(n_window=W)
     result = any_way.result(engine, text_of(W - 9), max_tokens=32_000, n=2)
     assert [c.finish_reason for c in result.choices] == ["window", "window"]
-    warning = f"max_tokens is 9, not 32000: the prompt has {W - 9} and the window {W}"
+    warning = f"max_tokens is 9, not 32000: the prompt has {W - 9} tokens and the window {W}"
     assert result.warnings == result.choices[1].warnings == (warning,)
 
 
@@ -261,17 +261,17 @@ def test_more_to_keep_or_to_discard_than_there_is_warns_and_is_clamped(any_way: 
     engine = any_way.engine(2, W)
     keeps = any_way.result(engine, text_of(W - 1), max_tokens=30, n_keep=-1, n_discard=5)
     assert keeps.warnings == (
-        f"n_keep is {W - 2}, not {W - 1}: the window has {W}",
-        f"n_discard is 1, not 5: the window has {W} and {W - 2} are kept",
+        f"n_keep is {W - 2}, not {W - 1}: the window has {W} tokens",
+        f"n_discard is 1, not 5: the window has {W} tokens, of which {W - 2} are kept",
     )
     assert keeps.token_ids == moving(text_of(W - 1), 30, n_keep=W - 2, n_discard=1)
     discards = any_way.result(engine, text_of(40), max_tokens=300, n_discard=2**31 - 1)
     assert discards.warnings == (
-        f"n_discard is {W - 2}, not {2**31 - 1}: the window has {W} and 1 are kept",
+        f"n_discard is {W - 2}, not {2**31 - 1}: the window has {W} tokens, of which 1 are kept",
     )
     assert discards.token_ids == moving(text_of(40), 300, n_discard=W - 2)
     more = any_way.result(engine, text_of(40), max_tokens=300, n_keep=2**31 - 1, n_discard=20)
-    assert more.warnings == (f"n_keep is 40, not {2**31 - 1}: the prompt has 40",)
+    assert more.warnings == (f"n_keep is 40, not {2**31 - 1}: the prompt has 40 tokens",)
     assert more.token_ids == moving(text_of(40), 300, n_keep=40, n_discard=20)
     all_of_it = any_way.result(engine, text_of(40), max_tokens=300, n_keep=40, n_discard=20)
     assert all_of_it.warnings == ()

@@ -79,7 +79,11 @@ def test_empty_line_says_nothing(text: str) -> None:
         (b"RESTORE 0", None, "usage: RESTORE <snapshot> <prompt_file> <n>"),
         (b"RESTORE 0 p.bin", None, "usage: RESTORE <snapshot> <prompt_file> <n>"),
         (b"RESTORE 0 p.bin 0", None, "the number of tokens must be 1"),
-        (b"RESTORE_CHAIN 0 1 p.bin 8", None, "RESTORE_CHAIN is not offered: a prompt takes over"),
+        (
+            b"RESTORE_CHAIN 0 1 p.bin 8",
+            None,
+            "RESTORE_CHAIN is not offered: a prompt can begin with one snapshot",
+        ),
         (b"FREE_SNAPSHOT -1", None, "the number of FREE_SNAPSHOT must be 0"),
         (b"LIST_SLOTS 1", None, "LIST_SLOTS takes no arguments, not '1'"),
         (b"park all", None, "PARK is not offered: the weights stay in memory"),

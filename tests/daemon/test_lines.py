@@ -79,11 +79,11 @@ SCENES: dict[str, tuple[str, dict[int, str], list[str]]] = {
         "start 5 8 2; start 6 8 2 SLOT 0", {6: "!"}, ["slot 0 has request 5, which is active"],
     ),
     "a slot out of range": (
-        "start 6 8 2 SLOT 4", {6: "!"}, ["slot 4 is out of range: there are 4"],
+        "start 6 8 2 SLOT 4", {6: "!"}, ["slot 4 is out of range: there are 4 slots"],
     ),
     "no free slot": (
         "start 5 8 2; start 6 8 2; start 7 8 2; start 8 8 2; start 9 8 2",
-        {5: "", 9: "!"}, ["all slots are in use: 4"],
+        {5: "", 9: "!"}, ["all 4 slots are in use"],
     ),
     **{
         f"defect 2: a drain goes on behind {line}": (
@@ -94,7 +94,7 @@ SCENES: dict[str, tuple[str, dict[int, str], list[str]]] = {
     },
     "defect 3: the whole window is checked at start": (
         "start 5 61 2; start 6 62 2; SCHED_DRAIN", {6: "!", 5: "2." * 30 + "1!"},
-        ["3 + 62 tokens are more than a slot's 64"],
+        ["3 + 62 tokens are more than a slot holds: 64"],
     ),
     "defect 4: a cancel ends the stream of its own id": (
         "start 5 8 2; start 6 8 2; CANCEL 5", {5: "!", 0: "", 6: "2."}, [],
@@ -127,7 +127,7 @@ SCENES: dict[str, tuple[str, dict[int, str], list[str]]] = {
     ),
     "a continue beyond the window is refused": (
         "start 5 60 99; work; REQ 5 CONTINUE 2; REQ 5 CONTINUE 1", {5: "60!!1!"},
-        ["63 + 2 tokens are more than a slot's 64"],
+        ["63 + 2 tokens are more than a slot holds: 64"],
     ),
     "a continue of who is not active": (
         "start 5 8 2; work; REQ 6 SLOT 0 CONTINUE 2", {5: "2.", 6: "!"}, ["request 6 is not active"],
@@ -142,7 +142,7 @@ SCENES: dict[str, tuple[str, dict[int, str], list[str]]] = {
     ),
     "turns beyond the total are refused": (
         "start 5 5 2; send REQ 5 CONTINUE 3; send REQ 5 CONTINUE 1; work", {5: "2..3!"},
-        ["request 5 has turns for all of its 5 tokens"],
+        ["request 5 has turns already for all of its 5 tokens"],
     ),
     "a refused line is answered at once": (
         "start 5 8 2; work; send REQ 5 CONTINUE 0", {5: "2.."}, [],
@@ -164,7 +164,7 @@ SCENES: dict[str, tuple[str, dict[int, str], list[str]]] = {
         ["SCHED_BATCH_DRAIN rows=1 6:1:6"],
     ),
     "a misspelt command is no prompt": (
-        "SCHED_SETP 3", {0: "!"}, ["no command, and no prompt: SCHED_SETP: No such file"],
+        "SCHED_SETP 3", {0: "!"}, ["neither a command nor a prompt: SCHED_SETP: No such file"],
     ),
 }  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_bad_prompt_files_are_refused_by_name(daemon: Daemon, tmp_path: Path) ->
         "none": "No such file or directory",
         "high": "token 1000 is not in the vocabulary of 1,000",
         "low": "token -1 is not in the vocabulary of 1,000",
-        "long": "65 tokens, but at most 64 fit",
+        "long": "65 tokens, but a slot holds at most 64",
     }
     for i, (name, what) in enumerate(words.items(), 1):
         daemon.say(f"REQ {i} START {tmp_path / name} 8 2")
@@ -496,7 +496,7 @@ def test_snapshot_waits_for_the_end_of_the_prompt_before_it(
         ("RESTORE 2 {other} 4", "there is no snapshot 2"),
         ("RESTORE 1 {other}.none 4", "other.bin.none: No such file"),
         ("SLOT 9 SNAPSHOT 1", "slot 9 is out of range"),
-        ("SLOT 1 SNAPSHOT 1", "slot 1 has had no request"),
+        ("SLOT 1 SNAPSHOT 1", "no request has run in slot 1 yet"),
     ],
 )
 def test_snapshot_that_cannot_be_is_refused_with_an_end(

@@ -189,9 +189,9 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with closing(Listener(tmp_path / "s", busy)):
         for name, words in {
-            "file": "file: exists and is not a socket",
+            "file": "file: exists and is not a socket: give another path",
             "none/s": "none/s: No such file or directory",
-            "s": "s: another process listens there",
+            "s": "s: another process listens there: give another path",
             "x" * 200: "too long",
         }.items():
             with pytest.raises(ConfigError, match=words):

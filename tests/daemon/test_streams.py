@@ -144,5 +144,5 @@ def test_text_of_its_own_is_a_line_that_no_terminal_obeys(pipe: Pipe) -> None:
 def test_busy_client_gets_text_and_an_end() -> None:
     assert struct.unpack("<i", busy_frames(is_tagged=False)) == (END,)
     data = busy_frames(is_tagged=True)
-    assert b"another client is served" in data
+    assert b"another client is connected" in data
     assert struct.unpack("<3i", data[-12:]) == (-2, 0, END)

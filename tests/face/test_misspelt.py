@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         (lambda: cbatch.RunOptions.of({"options": {}}), "give each option by its name"),
         (lambda: cbatch.load(num_ctx=1), "did you mean ctx_per_seq?"),
         (lambda: cbatch.load(model_path="m.gguf"), "the model's path is the first argument"),
-        (lambda: cbatch.load(max_tokens=4), "go into options={'max_tokens': …}"),
-        (lambda: cbatch.load(n_predict=4), "go into options={'max_tokens': …}"),
+        (lambda: cbatch.load(max_tokens=4), "give options={'max_tokens': …}"),
+        (lambda: cbatch.load(n_predict=4), "give options={'max_tokens': …}"),
         (lambda: ServerSettings(api_key=["a"]), "did you mean api_keys?"),  # type: ignore[call-arg]
         (lambda: check_keys("it", {"colour": 1}, ["color"]), "did you mean color?"),
         (lambda: BatchPrompt([{"role": "usr", "content": "Hi"}]), "did you mean user?"),

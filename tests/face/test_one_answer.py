@@ -51,7 +51,7 @@ def test_text_is_the_message_of_a_user_in_chat_and_a_prompt_in_generate(engine: 
 def test_wrong_call_is_refused_and_a_failed_request_raises_its_error(engine: Engine) -> None:
     with pytest.raises(UnsupportedOptionError, match="max_token"):
         engine.chat("a", max_token=3)
-    with pytest.raises(ConfigError, match="for messages use chat"):
+    with pytest.raises(ConfigError, match="call chat"):
         engine.generate([{"role": "user", "content": "a"}])  # type: ignore[arg-type]
     with pytest.raises(PromptTooLongError):
         engine.generate("a" * 100)

@@ -119,7 +119,9 @@ def test_torn_lines_run_again(engine: Engine, folder: Path) -> None:
     (folder / "out.jsonl").write_bytes(b"".join([*lines[:5], b"\0" * 3000 + b"\n", *lines[5:]]))
     lose(folder)
     summary, said = adopt(engine, folder)
-    assert said[0].endswith("8 records are adopted; 4 lines that are torn or never ran are removed")
+    assert said[0].endswith(
+        "8 records are adopted; 4 lines are removed, which are incomplete or never ran"
+    )
     assert summary.n_done == 3
     assert answers(folder / "out.jsonl") == whole
 

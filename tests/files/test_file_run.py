@@ -167,8 +167,8 @@ def make_set(settings: dict[str, str], **options: Any) -> Engine:
 @pytest.mark.parametrize(
     ("before", "now", "options", "words"),
     [
-        ({"exact": "False"}, {"exact": "True"}, {}, "exact was False, is True"),
-        ({}, {"cache_type_v": "f16"}, {}, "cache_type_v was nothing, is f16"),
+        ({"exact": "False"}, {"exact": "True"}, {}, "exact was False, is now True"),
+        ({}, {"cache_type_v": "f16"}, {}, "cache_type_v was nothing, is now f16"),
         ({}, {}, {"max_tokens": 2}, r"max_tokens=3.*max_tokens=2"),
     ],
 )
@@ -415,7 +415,7 @@ def move_away(out: Path) -> None:
             cut_in_half,
             r"was cut off while the run wrote there, and lost [\d,]+ bytes of records",
         ),
-        (add_to, r"was written to by another program while the run wrote there, [\d,]+ bytes"),
+        (add_to, r"got [\d,]+ bytes from another program while the run wrote there"),
     ],
 )
 @pytest.mark.parametrize("n_before", [20, 100])
@@ -503,7 +503,7 @@ def test_duplicates_name_their_line_and_the_first_of_their_id(
         assert (summary.n_errors, summary.n_failed) == (6, n_failed)
         if n_failed:
             assert summary.errors == {"duplicate_custom_id": 6}
-            assert "line 5: the id 'a' stands twice, first in request 2: " in summary.failures
+            assert "line 5: the id 'a' occurs twice, first in request 2: " in summary.failures
     errors = [
         r["error"]["message"] for r in map(json.loads, out.read_text().splitlines()) if r["error"]
     ]
@@ -605,7 +605,7 @@ def test_check_counts_tokens_and_names_what_is_wrong(engine: Engine, source: Pat
     }
     assert (found.n_items, found.n_good) == (103, 100)
     assert (found.n_least, found.n_most) == (len("question 0"), len("question 10"))
-    assert "line 103: the prompt has 500 tokens, and a slot holds 128" in "\n".join(found.lines())
+    assert "line 103: the prompt has 500 tokens, but a slot holds 128" in "\n".join(found.lines())
     assert engine.stats().n_steps == 0
 
 
@@ -655,7 +655,8 @@ def test_records_of_lines_that_are_gone_stay_and_are_named(
         run_file(write_requests(source, n), out, engine=engine, progress=True)
         assert len(records(out)) == 7
         said = (
-            "4 records are of items that are not in the input any more" in capsys.readouterr().err
+            "4 records belong to items that are not in the input any more"
+            in capsys.readouterr().err
         )
         assert said == (n == 3)
 
@@ -808,10 +809,10 @@ def test_report_and_trace_name_the_model_and_items_by_number_and_id(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "the prompt has 200 tokens, and a slot holds 128"),
+        ({}, "the prompt has 200 tokens, but a slot holds 128"),
         (
             {"max_tokens": 100, "strict_max_tokens": True},
-            "the prompt has 40 tokens and its answer needs 100 more, and a slot holds",
+            "the prompt has 40 tokens and its answer needs 100 more, but a slot holds",
         ),
         ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
     ],
@@ -907,7 +908,7 @@ def test_check_compiles_each_structure_once_where_the_run_does(
     assert grammars.compiled == ["1", "(", "0"]
     assert grammars.threads == {"cbatch-compiler" if threaded else threading.current_thread().name}
     assert (found.n_good, found.n_by_code) == (15, {"refused": 10})
-    assert "line 2: regex: not parity:last:bad" in found.first[0]
+    assert "line 2: regex: must be numbers PARITY:LAST:BAD" in found.first[0]
 
 
 def test_check_whose_engine_is_closed_blames_no_item(tmp_path: Path) -> None:

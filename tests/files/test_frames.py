@@ -218,7 +218,7 @@ def test_rows_never_reached_have_an_error_and_the_others_their_answers(
     reasons = list(found["finish_reason"])
     assert reasons[0] == "length"
     assert reasons[-1] == "error"
-    assert "not asked: " in found["error"].iloc[-1]
+    assert "not run: " in found["error"].iloc[-1]
     assert list(found["prompt"]) == [f"row {i}" for i in range(100)]
     assert len(set(reasons[: reasons.index("error")]) - {"length", "cancelled"}) == 0
 

@@ -421,7 +421,7 @@ def test_other_settings_are_refused_with_both_values_and_go_on_if_forced(tmp_pat
     with pytest.raises(ConfigError) as caught:
         open_journal(tmp_path, settings=other)
     said = str(caught.value)
-    assert "model was tiny, is small; temperature was nothing, is 0.5" in said
+    assert "model was tiny, is now small; temperature was nothing, is now 0.5" in said
     assert "output format" not in said
     assert "--force" in said
     with open_journal(tmp_path, settings=other, force=True) as journal:
@@ -435,7 +435,7 @@ def test_other_settings_are_refused_with_both_values_and_go_on_if_forced(tmp_pat
 def test_settings_do_not_matter_before_the_first_record(tmp_path: Path) -> None:
     fill(tmp_path)
     fill(tmp_path, "a", settings={"model": "small"}, header=HEADER)
-    with pytest.raises(ConfigError, match="model was small, is tiny"):
+    with pytest.raises(ConfigError, match="model was small, is now tiny"):
         open_journal(tmp_path)
 
 
@@ -450,7 +450,9 @@ def test_other_format_begins_anew_where_that_is_forced(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
     fill(tmp_path, "a")
-    with pytest.raises(ConfigError, match=r"first line was 'header', is|format was lines, is open"):
+    with pytest.raises(
+        ConfigError, match=r"first line was 'header', is now|format was lines, is now open"
+    ):
         open_journal(tmp_path, **other)
     with open_journal(tmp_path, **other, force=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "new"
@@ -460,11 +462,11 @@ def test_other_format_begins_anew_where_that_is_forced(
 def test_errors_to_another_file_are_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         write(journal, "a", is_error=True)
-    with pytest.raises(ConfigError, match=r"errors went to .*/errors, go to the output"):
+    with pytest.raises(ConfigError, match=r"errors went to .*/errors, now go to the output"):
         open_journal(tmp_path, has_errors=False)
     with open_journal(tmp_path, has_errors=False, force=True) as journal:
         [note] = journal.notes
-        assert "errors is left as it is; its 1 items run again" in note
+        assert "errors stays as it is; its 1 items run again" in note
         write(journal, "a")
     assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["a"])
 
@@ -503,9 +505,7 @@ def test_output_that_is_gone_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "out").unlink()
     with open_journal(tmp_path, settings={"model": "small"}) as journal:
         [note] = journal.notes
-        assert (
-            note == f"{tmp_path}/out is gone: starting again, also with the 2 items that were done"
-        )
+        assert note == f"{tmp_path}/out is gone: all items run again, also the 2 that were done"
         assert journal.n_done == 0
         write(journal, "b")
     assert lines(tmp_path / "out") == ["b"]
@@ -674,7 +674,9 @@ def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, dam
     pages = range(1024, len(whole), 1024)
     for damaged in (*cut, *(whole[:at] + damage + whole[at + 1024 :] for at in pages)):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no .* \(--force\)"):
+        with pytest.raises(
+            ConfigError, match=r"out\.manifest: is damaged, or is not a .* \(--force\)"
+        ):
             open_journal(tmp_path)
         assert (tmp_path / "out").read_bytes() == answers
         with open_journal(tmp_path, force=True) as journal:
@@ -691,10 +693,10 @@ def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, dam
     ("change", "words"),
     [
         ("PRAGMA user_version = 9", "has version 9, but this cbatch knows 1: update"),
-        ("DROP TABLE files", r"is damaged, or no manifest .* \(--force\)"),
-        ("DROP INDEX records_by_key", r"is damaged, or no manifest .* \(--force\)"),
-        ("ALTER TABLE records DROP COLUMN crc", r"is damaged, or no manifest .* \(--force\)"),
-        ("ALTER TABLE settings RENAME TO mine", r"is damaged, or no manifest .* \(--force\)"),
+        ("DROP TABLE files", r"is damaged, or is not a manifest .* \(--force\)"),
+        ("DROP INDEX records_by_key", r"is damaged, or is not a manifest .* \(--force\)"),
+        ("ALTER TABLE records DROP COLUMN crc", r"is damaged, or is not a manifest .* \(--force\)"),
+        ("ALTER TABLE settings RENAME TO mine", r"is damaged, or is not a manifest .* \(--force\)"),
     ],
 )
 def test_manifest_that_is_not_as_written_is_refused_or_replaced(

@@ -131,7 +131,7 @@ def test_line_over_the_limit_is_an_item_with_its_error(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", GOOD + "x" * 100 + "\n" + GOOD)
     first, second, third = read(path, max_line_bytes=60)
     assert error_of(second).code == "line_too_long"
-    assert "101 bytes, the most is 60" in error_of(second).message
+    assert "101 bytes, but at most 60 are allowed" in error_of(second).message
     assert (first.error, third.error, third.number) == (None, None, 3)
 
 

@@ -191,7 +191,7 @@ def test_errors_behind_a_link_that_were_moved_go_on(
     assert (folder / "errors").is_symlink()
     sort_in_place(folder / "link")
     away = (folder / "elsewhere").rename(folder / "away")
-    with pytest.raises(ConfigError, match=r"is missing, and holds records of .*/out"):
+    with pytest.raises(ConfigError, match=r"is missing, but holds records of .*/out"):
         sort_in_place(folder / "link")
     away.rename(folder / "elsewhere")
     assert Sorted(1) in sort_in_place(folder / "link").values()
@@ -229,7 +229,7 @@ def test_report_behind_a_link_stays_behind_it(engine: Engine, folder: Path) -> N
 
 
 def test_file_beside_what_a_link_leads_to_is_not_taken_twice(engine: Engine, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is written for .*link: give another file"):
+    with pytest.raises(ConfigError, match=r"is needed for .*link already: give another file"):
         run(engine, folder, report=folder / "data/out.manifest")
 
 

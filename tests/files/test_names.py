@@ -109,11 +109,11 @@ def test_text_is_of_the_format_that_is_asked_for(
         ("out.jsonl.gz", {}, r"cannot be compressed.*leave out \.gz"),
         ("out.jsonl.xz", {"output_format": "jsonl"}, "cannot be compressed"),
         ("out.jsonl.zip", {}, "cannot be compressed"),
-        ("out.parquet", {"output_format": "csv"}, "its name says parquet, and answers are csv"),
-        ("out.csv", {"output_format": "parquet"}, "its name says csv, and answers are parquet"),
-        ("out.jsonl", {"output_format": "arrow"}, "its name says jsonl, and answers are arrow"),
-        ("out.jsonl", {"errors": "e.csv"}, r"e\.csv: its name says csv, and answers are jsonl"),
-        ("out.csv", {"errors": "e.jsonl"}, r"e\.jsonl: its name says jsonl, and answers are csv"),
+        ("out.parquet", {"output_format": "csv"}, "its name says parquet, but answers are csv"),
+        ("out.csv", {"output_format": "parquet"}, "its name says csv, but answers are parquet"),
+        ("out.jsonl", {"output_format": "arrow"}, "its name says jsonl, but answers are arrow"),
+        ("out.jsonl", {"errors": "e.csv"}, r"e\.csv: its name says csv, but answers are jsonl"),
+        ("out.csv", {"errors": "e.jsonl"}, r"e\.jsonl: its name says jsonl, but answers are csv"),
         ("out.csv", {"errors": "e.csv.gz"}, r"e\.csv\.gz: answers cannot be compressed"),
     ],
     ids=str,
@@ -143,7 +143,7 @@ def test_errors_have_a_name_of_the_same_kind(engine: Engine, inputs: dict[str, P
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sorted.csv", "its name says csv, and answers are cbatch"),
+        ("sorted.csv", "its name says csv, but answers are cbatch"),
         ("sorted.jsonl.gz", "cannot be compressed"),
     ],
 )

@@ -99,7 +99,7 @@ def test_tables_may_have_such_names(engine: Engine, folder: Path, suffix: str) -
     assert run_file(other, target, engine=engine).is_complete
     if suffix == "csv":
         source.write_text("prompt\nb\n")
-        with pytest.raises(ConfigError, match=r"first input was u\\xff\.csv, is t\\xff\.csv"):
+        with pytest.raises(ConfigError, match=r"first input was u\\xff\.csv, is now t\\xff\.csv"):
             run_file(source, target, engine=engine)
     assert run_file(other, target, engine=engine, force=True).is_complete
 

@@ -192,7 +192,7 @@ def test_other_model_than_before_is_refused(tmp_path: Path) -> None:
     requests = [request(id, model=m) for id, m in zip("abcd", ("m", "n", None, ""), strict=True)]
     a, b, c, d = read(path_of(tmp_path, *requests))
     assert error_of(b).code == "model_mismatch"
-    assert "'n' is not that of the lines before: 'm'" in error_of(b).message
+    assert "'n' differs from that of the lines before: 'm'" in error_of(b).message
     assert (a.error, c.error, d.error) == (None, None, None)
 
 

@@ -70,11 +70,11 @@ def test_other_input_in_the_place_of_the_first_is_refused(
 ) -> None:
     one, other = write_rows(tmp_path / first, "abc"), write_rows(tmp_path / second, "xyz")
     run_file(one, answered, engine=engine)
-    words = rf"has the answers of another input: first input was {first}, is {second}.*--force"
+    words = rf"has the answers of another input: first input was {first}, is now {second}.*--force"
     refuse(other, answered, engine, words)
     assert run_file(one, answered, engine=engine).n_before == 3
     assert run_file(other, answered, engine=engine, force=True).n_done == 3
-    refuse(one, answered, engine, f"first input was {second}, is {first}")
+    refuse(one, answered, engine, f"first input was {second}, is now {first}")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
@@ -87,7 +87,9 @@ def test_other_pipe_in_the_place_of_the_first_is_refused(
     before = answered.read_bytes()
     with (
         piped(write_rows(tmp_path / f"b.{suffix}", "xyz")),
-        pytest.raises(ConfigError, match="first input was a pipe, is a pipe, and its items differ"),
+        pytest.raises(
+            ConfigError, match="first input was a pipe, is now a pipe, and its items differ"
+        ),
     ):
         run_file("-", answered, engine=engine, **said)
     assert answered.read_bytes() == before
@@ -143,9 +145,9 @@ def test_files_behind_the_first_are_those_that_were(
     a, b, c = (write_rows(tmp_path / f"{x}.csv", x * 3) for x in "abc")
     run_file(a, answered, engine=engine)
     assert run_file([a, b], answered, engine=engine).n_before == 3
-    refuse([a, c], answered, engine, r"other inputs were b\.csv, are c\.csv")
-    refuse(a, answered, engine, r"other inputs were b\.csv, are none")
-    refuse([b, a], answered, engine, r"first input was a\.csv, is b\.csv")
+    refuse([a, c], answered, engine, r"other inputs were b\.csv, are now c\.csv")
+    refuse(a, answered, engine, r"other inputs were b\.csv, are now none")
+    refuse([b, a], answered, engine, r"first input was a\.csv, is now b\.csv")
     assert run_file([a, b, c], answered, engine=engine).n_before == 6
 
 
@@ -156,10 +158,10 @@ def test_other_requests_under_the_same_ids_are_refused(
         lines = [json.dumps({"id": f"request-{i}", "prompt": f"{name} {i}"}) for i in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     run_file(tmp_path / "a.jsonl", answered, engine=engine)
-    refuse(tmp_path / "b.jsonl", answered, engine, r"first input was a\.jsonl, is b\.jsonl")
+    refuse(tmp_path / "b.jsonl", answered, engine, r"first input was a\.jsonl, is now b\.jsonl")
     lines[:2] = (tmp_path / "a.jsonl").read_text().splitlines()[:2]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
-    refuse(tmp_path / "c.jsonl", answered, engine, r"first input was a\.jsonl, is c\.jsonl")
+    refuse(tmp_path / "c.jsonl", answered, engine, r"first input was a\.jsonl, is now c\.jsonl")
 
 
 def test_requests_with_ids_take_no_places_of_lines_without(
@@ -167,4 +169,4 @@ def test_requests_with_ids_take_no_places_of_lines_without(
 ) -> None:
     source = write_requests(tmp_path / "in.jsonl", 9)
     run_file(write_rows(tmp_path / "a.jsonl", "abc"), answered, engine=engine)
-    refuse(source, answered, engine, r"first input was a\.jsonl, is in\.jsonl")
+    refuse(source, answered, engine, r"first input was a\.jsonl, is now in\.jsonl")

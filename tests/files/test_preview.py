@@ -46,7 +46,7 @@ def test_estimate_of_answers_that_did_not_end_is_by_their_tokens() -> None:
         5_000,
     )
     assert found.seconds == pytest.approx((2 * (100 + 100), 2 * (100 + 500)))
-    assert "6 min 40 s … 20 min 00 s for all: the longer if" in found.lines()[2]
+    assert "6 min 40 s … 20 min 00 s for all: the longer time if" in found.lines()[2]
 
     prompts_only = extrapolated(Sample([result_of(100, 0)] * 10, [50] * 10, 400, 16.0), 100, stats)
     assert prompts_only.seconds == pytest.approx((400.0, None))

@@ -142,14 +142,14 @@ def test_file_beside_the_output_in_its_place_is_refused(
     source.with_name("hard").hardlink_to(out)
     before = out.read_bytes()
     more: dict[str, Any] = {name: source.with_name(taken)}
-    with pytest.raises(ConfigError, match=r"is written for .*out: give another file"):
+    with pytest.raises(ConfigError, match=r"is needed for .*out already: give another file"):
         run_file(source, out, engine=engine, **more)
     assert out.read_bytes() == before
 
 
 def test_one_file_for_report_and_trace_is_refused(engine: Engine, source: Path) -> None:
     both: dict[str, Any] = {name: source.with_name("both") for name in ("report", "trace")}
-    with pytest.raises(ConfigError, match=r"both: is written for .*both"):
+    with pytest.raises(ConfigError, match=r"both: is needed for .*both"):
         run_file(source, source.with_name("out"), engine=engine, **both)
 
 
@@ -190,7 +190,7 @@ def test_table_of_columns_has_no_file_of_errors(engine: Engine, tmp_path: Path) 
     source = tmp_path / "in.csv"
     source.write_text("prompt\na\n")
     said: dict[str, Any] = {"errors": tmp_path / "errors", "output_format": "parquet"}
-    with pytest.raises(ConfigError, match="errors: a row that fails is in the parquet file"):
+    with pytest.raises(ConfigError, match="errors: failed rows are written into the parquet file"):
         run_file(source, tmp_path / "out.parquet", engine=engine, **said)
 
 

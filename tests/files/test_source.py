@@ -58,11 +58,11 @@ def test_format_is_told_by_name_and_first_object(
     [
         ("a.dat", "hello", "its name does not tell its format: give the format .openai, cbatch"),
         ("a.json", '[{"prompt": "x"}]', r"begins with \[, as a JSON array does: .*jq"),
-        ("a.jsonl", "\n \n", "no request in it .empty_file"),
-        ("a.jsonl", "", "no request in it .empty_file"),
-        ("a.txt.gz", "", "no request in it .empty_file"),
-        ("a.parquet", "", "no request in it .empty_file"),
-        ("a.parquet.gz", "x", "is compressed: Parquet and Arrow are read from files as they are"),
+        ("a.jsonl", "\n \n", "no requests found .empty_file"),
+        ("a.jsonl", "", "no requests found .empty_file"),
+        ("a.txt.gz", "", "no requests found .empty_file"),
+        ("a.parquet", "", "no requests found .empty_file"),
+        ("a.parquet.gz", "x", "is compressed: give Parquet and Arrow as files"),
     ],
 )
 def test_file_that_cannot_be_read_says_why(
@@ -93,7 +93,7 @@ def test_template_does_not_fit_requests(tmp_path: Path, content: str) -> None:
     path = write(tmp_path / "a.jsonl", content)
     with pytest.raises(
         ConfigError,
-        match="which a template, a system message or a column of pictures or sounds does not fit",
+        match="which take no template, system message or column of pictures or sounds",
     ):
         read(path, system="x")
     with pytest.raises(ConfigError, match="there is no column 'x'"):
@@ -182,7 +182,7 @@ def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
     [item] = read(write(tmp_path / "a.jsonl", '{"id": "a", "prompt": "x"}'))
     error = error_of(duplicate(item, 1))
     assert error.code == "duplicate_custom_id"
-    assert "'a' stands twice, first in request 1" in error.message
+    assert "'a' occurs twice, first in request 1" in error.message
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.txt"])
@@ -198,7 +198,7 @@ def test_file_that_is_cut_off_while_it_is_read_has_not_ended(
         next(items)
         os.truncate(path, int(share * os.stat(path).st_size))
         with pytest.raises(
-            ConfigError, match=r"was cut off or replaced while it was read: it has "
+            ConfigError, match=r"was cut off or replaced while it was read: it had "
         ):
             list(items)
 

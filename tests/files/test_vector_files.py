@@ -217,7 +217,7 @@ def test_changed_setting_does_not_continue(engine: Any, table: Path) -> None:
     ("settings", "words"),
     [
         ({"column": "body"}, r"in\.csv: there is no column 'body'; the columns are: name, text$"),
-        ({"column": "text", "template": "{text}"}, "column and template"),
+        ({"column": "text", "template": "{text}"}, "column or template"),
         ({"column": "text", "report": "r.html"}, "report has no effect"),
         ({"column": "text", "pooling": "rank"}, "pooling must be"),
         ({"column": "text", "truncate": "middle"}, "truncate must be"),
@@ -242,7 +242,7 @@ def test_npy_is_neither_an_input_nor_for_answers(engine: Any, table: Path) -> No
 
 
 def test_model_without_embeddings_is_refused(table: Path) -> None:
-    with VectorEngine(can_embed=False) as engine, pytest.raises(ConfigError, match="no embeddings"):
+    with VectorEngine(can_embed=False) as engine, pytest.raises(ConfigError, match="cannot embed"):
         embed_file(table, table.with_name("out.npy"), engine=engine, column="text")
 
 

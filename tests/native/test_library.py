@@ -29,7 +29,7 @@ def test_handshake_with_the_installed_llama_cpp_passes() -> None:
     [
         ("pos", 32, r"llama_batch.*'pos': 24.*'pos': 32.*0\.3"),
         ("llama_decode", ctypes.CFUNCTYPE(None)(lambda: None), "llama_decode"),
-        ("llama_get_logits_ith", None, "no llama_get_logits_ith"),
+        ("llama_get_logits_ith", None, "no function llama_get_logits_ith"),
     ],
     ids=["layout", "signature", "missing"],
 )

@@ -543,7 +543,9 @@ async def test_error_of_an_async_generator_comes_after_the_prompts_before_it(
     engine: Engine,
 ) -> None:
     lines = Lines(fails_at=5)
-    with pytest.raises(BatchError, match=r"ended after 5: OSError: the source is gone") as caught:
+    with pytest.raises(
+        BatchError, match=r"failed after 5 of them: OSError: the source is gone"
+    ) as caught:
         await engine.run(lines.prompts(), options={"max_tokens": 2})
     assert len(caught.value.results) == 5
 
@@ -561,6 +563,6 @@ async def test_left_batch_ends_the_async_generator_that_it_waits_for(engine: Eng
 async def test_engine_without_a_thread_refuses_an_async_generator() -> None:
     with (
         engine_on(FakeBackend(2, 64, 16), threaded=False) as engine,
-        pytest.raises(ConfigError, match="needs threaded=True"),
+        pytest.raises(ConfigError, match="loaded with threaded=True"),
     ):
         engine.run(Lines(1).prompts())

@@ -414,7 +414,9 @@ def test_window_counts_prompt_and_both_parts(any_way: Place) -> None:
     first = any_way.result(engine, text_of(40), max_tokens=10)
     capped = extended(any_way, engine, first, 15)
     assert (capped.finish_reason, capped.token_ids) == ("window", expected(text_of(40), 24))
-    assert capped.warnings == ("max_tokens is 24, not 25: the prompt has 40 and the window 64",)
+    assert capped.warnings == (
+        "max_tokens is 24, not 25: the prompt has 40 tokens and the window 64",
+    )
     result = extended(any_way, engine, first, 14)
     assert (result.finish_reason, result.token_ids) == ("length", expected(text_of(40), 24))
     late = extended(any_way, engine, result, 1)

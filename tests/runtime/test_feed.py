@@ -267,7 +267,9 @@ def test_error_of_the_generator_reaches_the_reader_behind_what_was_read(engine: 
 
 def test_error_of_the_generator_is_raised_with_all_results(engine: Engine) -> None:
     for wait in (lambda r: r.results(), all_results):
-        with pytest.raises(BatchError, match=r"ended after 2: OSError.*ends here") as caught:
+        with pytest.raises(
+            BatchError, match=r"failed after 2 of them: OSError.*ends here"
+        ) as caught:
             wait(engine.run(broken()))
         assert [r.finish_reason for r in caught.value.results] == ["length"] * 2
         assert isinstance(caught.value.__cause__, OSError)

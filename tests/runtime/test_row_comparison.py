@@ -274,7 +274,9 @@ def test_pool_without_a_cell_for_each_row_is_refused_and_stays() -> None:
     # after a step with the prompts and nine that decode: 2 × (3 + 9) of 25 cells
     engine, response = begun(OneByOne(2, W, 16, memory=shared_pool(25)), [item("a"), item("b")], 10)
     with engine:
-        with pytest.raises(RequestFailedError, match="2 rows cannot be compared: 1 cells are free"):
+        with pytest.raises(
+            RequestFailedError, match="2 rows cannot be compared: only 1 cells are free"
+        ):
             engine.compare_rows()
         assert len(engine.compare_rows(["a"])) == 1
         check_balance(engine)

@@ -124,7 +124,7 @@ def test_batches_of_one_owner_leave_others_room(
         assert "2 batches" in error_of(asked(app, ADA), 429)["message"]
         assert asked(app, BOB).status_code == 200
         monkeypatch.setattr(batches, "_N_UNFINISHED_MAX", 3)
-        assert "all keys" in error_of(asked(app, EVE), 429)["message"]
+        assert "all API keys" in error_of(asked(app, EVE), 429)["message"]
         steps.release(99)
         wait_until(lambda: asked(app, ADA).status_code == 200)
 

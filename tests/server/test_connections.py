@@ -455,7 +455,7 @@ def test_limit_of_open_files_is_raised_or_lowers_the_default(
     with pytest.raises(ConfigError, match=r"--max-connections 1000 needs .* allows 512"):
         limits_for(1000)
     limits.append((16, 20))
-    with pytest.raises(ConfigError, match=r"allows 20 open files, and a server needs 64: .*ulimit"):
+    with pytest.raises(ConfigError, match=r"allows 20 open files, but a server needs 64: .*ulimit"):
         limits_for(None)
 
 

@@ -108,7 +108,10 @@ def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
         assert is_over.wait(PATIENCE_S)
         assert left.wait()
     assert left.codes == [0]
-    assert "cbatch: ended by force after SIGTERM: something still ran" in capsys.readouterr().err
+    assert (
+        "cbatch: ended by force after SIGTERM, because something still ran"
+        in capsys.readouterr().err
+    )
 
 
 def test_stderr_that_nobody_reads_does_not_delay_the_end_by_force(

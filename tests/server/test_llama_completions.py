@@ -91,9 +91,9 @@ def test_prompts_may_be_texts_tokens_objects_and_mixed(app: Starlette) -> None:
     ("prompt", "words"),
     [
         ([], "prompt must have a text or a token"),
-        (3, "prompt must be a string or token ids"),
+        (3, "prompt must be a string or a list of token ids"),
         ({"prompt_string": "a", "multimodal_data": ["x"]}, "multimodal_data"),
-        ({}, "prompt must be a string or token ids"),
+        ({}, "prompt must be a string or a list of token ids"),
         (["a", -3, 4], "must be a list of token ids"),
         ([["a", None]], "must be a list of token ids"),
     ],

@@ -65,7 +65,7 @@ def test_base64_has_the_same_numbers() -> None:
 
 IN_INPUT: dict[str, list[Any]] = {
     "input must be": [[], 5, {"text": "a"}],
-    r"input\[1\] must be a string or token ids": [["a", 5]],
+    r"input\[1\] must be a string or a list of token ids": [["a", 5]],
     r"input\[0\] must be a list of token ids": [[["a"]]],
     r"input\[0\] must be": [[True]],
     "input has 9 texts; at most 8 are allowed": [["a"] * 9],

@@ -63,11 +63,11 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
         "library-missing", "broken", "install",
     ),
     "library foreign": (
-        _unusable("the fields of llama_context_params, 160 bytes in llama-cpp-python, are elsewhere"),
+        _unusable("llama_context_params, which has 160 bytes in llama-cpp-python, has its fields elsewhere"),
         "library-unfit", "broken", "another build",
     ),
     "no backends": (
-        _unusable("no backend, such as libggml-cpu, loads from /lib"),
+        _unusable("no backend, such as libggml-cpu, can be loaded from /lib"),
         "no-backends", "broken", "libggml-cpu",
     ),
     "bindings old": (

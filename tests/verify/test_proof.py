@@ -49,11 +49,11 @@ def test_numbers_are_said_as_ranges(widths: list[int], said: str) -> None:
 def test_proof_is_told_in_lines() -> None:
     assert list(lines_of(PROOF)) == [
         "exactness: bitwise, in steps of 2 rows or more (probe: 1.2 s, in an earlier load)",
-        "rows of a step that give the same bits: 2–4; 1",
+        "numbers of rows in a step with bit-identical results: 2–4; 1",
         "in company: all of 10 tokens as alone, 5 pad rows",
         "shared: all of 10 tokens as alone, 7 prompt tokens shared, 0 pad rows",
-        "nearest ties, in log-probability: 0.012 (median 0.5)",
-        "price, 4 at once: 99 tokens/s with exact, 100 without, median of the rounds' ratios 0.99",
+        "smallest leads of the likeliest token, in log-probability: 0.012 (median 0.5)",
+        "price, 4 at once: 99 tokens/s with exact, 100 without, median ratio of all rounds 0.99",
     ]
     differs = replace(PROOF, checks=[Check("in company", 10, 9, 0, 5)])
     assert "in company: only 9 of 10 tokens as alone, 5 pad rows" in lines_of(differs)
@@ -136,7 +136,7 @@ def test_answer_that_differs_is_found(
     monkeypatch.setattr(proof_module, "compare", compare)
     done = invoke("verify", zoo("llama-f16"), "--count", 3)
     assert done.exit_code == 1
-    assert "in company: only 35 of 36 tokens as alone" in done.stdout
+    assert "in a batch: only 35 of 36 tokens as alone" in done.stdout
 
 
 @pytest.mark.usefixtures("quick")

@@ -236,7 +236,9 @@ def test_first_frame_of_any_kind_gives_a_typed_error(first: object) -> None:
 
 def test_worker_of_another_version_is_refused_by_its_number() -> None:
     engine = engine_at(FramesLink(b"", {**READY, "cbatch": 3}))
-    with pytest.raises(cbatch.EngineError, match="speaks version 3 of the protocol, this cbatch 2"):
+    with pytest.raises(
+        cbatch.EngineError, match="speaks version 3 of the protocol, this cbatch version 2"
+    ):
         engine.open()
     engine.close()
 

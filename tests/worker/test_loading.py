@@ -77,11 +77,11 @@ def test_worker_that_cannot_start_chats_closes_its_model(monkeypatch: pytest.Mon
     """A worker that was ready without them would fail each chat at once, and so get most of them."""
 
     def refuse(self: FakeVocab) -> None:
-        raise ModelLoadError("no process for the chat template: 11")
+        raise ModelLoadError("no process can be started for the chat template: 11")
 
     monkeypatch.setattr(FakeVocab, "start_chats", refuse)
     runtime = LocalRuntime(FakeBackend(), ScheduleOptions())
-    with pytest.raises(ModelLoadError, match="no process for the chat template"):
+    with pytest.raises(ModelLoadError, match="no process can be started for the chat template"):
         start_chats(runtime)
     with pytest.raises(EngineClosedError):
         runtime.check_open()

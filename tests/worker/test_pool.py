@@ -372,9 +372,9 @@ def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.Mo
         first.release()
         results = all_results(response)
         assert [type(r.error) for r in results] == [ConfigError, ConfigError, type(None)]
-        assert "are too many for a worker process" in str(results[0].error)
+        assert "is too long for a worker process" in str(results[0].error)
         assert results[2].token_ids == expected([9, 7])
-        with pytest.raises(ConfigError, match="too many for a worker process"):
+        with pytest.raises(ConfigError, match="too long for a worker process"):
             engine.run(alike(1))
         assert tokens_of(all_results(engine.run([item([9, 7], "short")]))) == [expected([9, 7])]
         check_empty(engine)

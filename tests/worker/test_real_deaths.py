@@ -85,7 +85,9 @@ def test_end_of_a_worker_says_whether_it_was_killed_from_here(tmp_path: Path, is
         link.kill()
     else:
         os.kill(link.pid, signal.SIGKILL)
-    how = "killed by the process that started it" if is_own else "ended by SIGKILL, as the system"
+    how = (
+        "killed by the process that started it" if is_own else "ended by SIGKILL, which the system"
+    )
     assert link.end().startswith(how)
 
 
@@ -204,7 +206,8 @@ def test_workers_end_when_their_client_does(
 
 
 @pytest.mark.parametrize(
-    ("does", "told"), [("exit 3", "exit code 3"), ("kill -9 $$", "ended by SIGKILL, as the system")]
+    ("does", "told"),
+    [("exit 3", "exit code 3"), ("kill -9 $$", "ended by SIGKILL, which the system")],
 )
 def test_worker_that_dies_before_it_reads_is_told_by_its_end(
     does: str, told: str, monkeypatch: pytest.MonkeyPatch

@@ -188,5 +188,5 @@ def test_feeds_that_wait_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) 
         wait_until(lambda: not len(feeds))
         gate.set()
         closing()
-        with pytest.raises(BatchError, match="ended after 65: EngineClosedError"):
+        with pytest.raises(BatchError, match="failed after 65 of them: EngineClosedError"):
             response.results()

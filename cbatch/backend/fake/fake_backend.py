@@ -460,14 +460,14 @@ class FakeBackend:
             f"more than {self.n_batch} tokens": sum(len(c.inputs) for c in spans) > self.n_batch
             and not (self.memory.has_whole_pictures and _is_picture(spans)),
             f"{n_targets} targets are too many": n_targets > N_TARGETS_MAX * is_one_step,
-            "a target without a token before it": any(
+            "a target has no token before it": any(
                 len(c.targets) > len(c.inputs) - c.has_output for c in spans
             ),
             "only steps with outputs can be repeated": not is_one_step
             and not all(c.has_output for c in spans),
             "steps under a constraint or with a processor cannot be repeated": not is_one_step
             and any(c.slot in constrained for c in spans),
-            "draft tokens in memory that has none": plan.n_drafts and not self.memory.can_draft,
+            "this memory allows no draft tokens": plan.n_drafts and not self.memory.can_draft,
             "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
             "a slot was never bound": any(c.has_output and c.slot not in bindings for c in spans),
         }

@@ -34,9 +34,9 @@ class FakeEmbedder:
         """Check the texts, note the call and hold."""
         n = sum(map(len, texts))
         if not 0 < len(texts) <= self.n_texts or (len(texts) > 1 and n > self.n_full):
-            raise PlanError(f"{len(texts)} texts of {n} tokens")
+            raise PlanError(f"too many texts or tokens in one call: {len(texts)} texts, {n} tokens")
         if not all(0 < len(text) <= self.n_most for text in texts):
-            raise PlanError(f"a text is not of 1 … {self.n_most} tokens")
+            raise PlanError(f"a text must have 1 … {self.n_most} tokens")
         self.calls.append([*map(tuple, texts)])
         self._hold()
 

@@ -237,7 +237,7 @@ class FakeGrammars:
                 raise ValueError(f"{made.parity} is not a parity")
             return made
         except (TypeError, ValueError) as error:
-            raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error
+            raise GrammarError(grammar.kind, f"must be numbers PARITY:LAST:BAD: {error}") from error
 
     def compile_quickly(self, grammar: Grammar) -> FakeConstraint | None:
         """Compile a grammar; see `Grammars.compile_quickly`."""
@@ -287,7 +287,7 @@ class FakeMatcher:
                 mix(self._state, i) % 128 * 2 + self._constraint.parity for i in range(n_forced)
             ]
         elif self._forced.pop(0) != token:
-            raise PlanError(f"token {token} is not the one that is forced")
+            raise PlanError(f"token {token} is not the forced token")
 
 
 class FakeBudgetMatcher:

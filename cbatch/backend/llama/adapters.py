@@ -192,7 +192,7 @@ def _weights(header: Header, model: LlamaModel) -> Iterator[str]:
             yield f"is damaged: it has a tensor {name!r}; {AGAIN}"
         if name.endswith((".lora_a", ".lora_b")) and tensor.type not in _TYPES:
             known = ", ".join(_TYPES.values())
-            yield f"has {name} in a type of number {tensor.type}, not one of {known}; convert it again"
+            yield f"stores {name} as type {tensor.type}, but must use one of {known}; convert it again"
     if not any(True for _ in _pairs(header)):
         yield f"holds no LoRA weights; {_CONVERT}"
 
@@ -216,6 +216,6 @@ def _uses(header: Header, model: LlamaModel) -> Iterator[str]:
     """
     adapted = {name for name, _, _ in _pairs(header)}
     if _EMBEDDING in adapted and "output.weight" not in model.read_header().tensors:
-        yield f"adapts {_EMBEDDING}, which is also the output of {model.name}: llama.cpp cannot compute that"
+        yield f"adapts {_EMBEDDING}, but {model.name} uses it for its output, too: llama.cpp cannot compute that"
     if model.file_type == "nvfp4" and any(".ffn_" in name for name in adapted):
-        yield f"adapts feed-forward weights, which llama.cpp cannot compute where they are NVFP4, as in {model.name}"
+        yield f"adapts feed-forward weights, but llama.cpp cannot adapt NVFP4 ones, such as those of {model.name}"

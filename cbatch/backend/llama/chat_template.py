@@ -160,7 +160,7 @@ class _Renderer:
                     return {"unasked": f"no process for the template: {sandbox.problem}"}
                 kind = "refused" if error.is_lasting else "unasked"
                 return {
-                    kind: f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
+                    kind: f"rendering exceeds {_LIMITS.cpu_s} s of CPU time or "
                     f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
                 }
             except UnicodeEncodeError as error:  # half a surrogate pair
@@ -202,7 +202,9 @@ class _Renderer:
         if not sandbox.problem:
             self._give_back(sandbox)
         elif sandbox.is_possible:
-            raise ModelLoadError(f"no process for the chat template: {sandbox.problem}")
+            raise ModelLoadError(
+                f"no process can be started for the chat template: {sandbox.problem}"
+            )
 
     def close(self) -> None:
         with self._changed:
@@ -374,7 +376,9 @@ def _text_of(content: object) -> str:
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "".join(part["text"] for part in content)
-    raise PromptError("the last message is from assistant, so it is continued: it needs text")
+    raise PromptError(
+        "the last message is the assistant's, so the answer would continue it: it must be text alone"
+    )
 
 
 def _is_text_part(part: object) -> bool:

@@ -145,8 +145,8 @@ def check_cells(model: LlamaModel, options: EngineOptions) -> None:
         for n_width in widths:
             if n_width % n_block:
                 raise ConfigError(
-                    f"{name}={cell_type!r} stores blocks of {n_block} numbers, which do not divide this model's "
-                    f"heads of {n_width}: use 'f16', 'bf16' or 'f32'"
+                    f"{name}={cell_type!r} stores blocks of {n_block} numbers, but this model's heads have "
+                    f"{n_width}, which is not a multiple: use 'f16', 'bf16' or 'f32'"
                 )
     if layout.has_one_type and options.cache_type_k != options.cache_type_v:
         raise ConfigError(
@@ -167,14 +167,14 @@ def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
         ConfigError: an option without effect; the message names what it needs.
     """
     is_on = _yarn_ext_factor(model, options) != 0
-    names, needed = ["yarn_attn_factor"], "yarn_ext_factor=0, else llama.cpp computes it"
+    names, needed = ["yarn_attn_factor"], "yarn_ext_factor=0 (else llama.cpp computes it)"
     if not is_on:
         names = ["yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx"]
         needed = "YaRN: rope_scaling='yarn'"
     for name in names:
         if (value := getattr(options, name)) is not None:
             raise ConfigError(
-                f"{name}={value} has no effect here: it needs {needed}; or leave it out"
+                f"{name}={value} has no effect without {needed}: set that, or leave {name} out"
             )
 
 
@@ -201,8 +201,8 @@ def context_cells(model: LlamaModel, options: EngineOptions) -> int:
         n_ctx = cells_of_slots(options, options.n_slots, _asked(options, model.n_ctx_train))
     if n_ctx > _N_CTX_MAX:
         raise ConfigError(
-            f"{options.n_slots} slots of {n_ctx // options.n_slots} cells need {n_ctx}, "
-            f"llama.cpp counts up to {_N_CTX_MAX}: "
+            f"{options.n_slots} slots of {n_ctx // options.n_slots} cells need {n_ctx} cells; "
+            f"llama.cpp allows at most {_N_CTX_MAX}: "
             "use fewer slots (parallel) or a smaller window (ctx_per_seq)"
         )
     return n_ctx

@@ -87,7 +87,7 @@ class ContextMemory:
         cut += [(self._pictures.get(source, ()), n) for source, _, n in plan.copies]
         cut += [(self.saved[key].pictures, n) for _, key, n in plan.loads if key in self.saved]
         if any(cuts_picture(pictures, n) for pictures, n in cut):
-            raise PlanError(f"a picture cannot be cut: {plan!r}")
+            raise PlanError(f"the plan keeps only a part of a picture's cells: {plan!r}")
 
     def position(self, slot: int, i: int) -> int:
         """Return the position of a slot's cell at index `i`, or of the next one."""

@@ -36,7 +36,7 @@ class DraftModel:
         _check_tokens(model, target)
         if model.n_bytes > target.n_bytes:
             _log.warn(
-                "the draft model %s is larger than the model it drafts for (%d bytes, %d): drafts will hardly pay",
+                "the draft model %s has %d bytes, the model it drafts for only %d: it will hardly make answers faster",
                 readable(model.name),
                 model.n_bytes,
                 target.n_bytes,
@@ -55,8 +55,8 @@ class DraftModel:
         self._ctx = make_context(self.model, own, n_threads)
         if not find_memory(self._ctx, self.model, own).capabilities.can_trim:
             raise ModelLoadError(
-                f"{self.model.name}: the memory of a {self.model.architecture} model cannot be cut, so it cannot "
-                "draft: use a model with plain attention, or leave draft out"
+                f"{self.model.name} cannot draft: tokens cannot be removed from the memory of a "
+                f"{self.model.architecture} model; use a model with plain attention, or leave draft out"
             )
         self._n_window = int(llama_cpp.llama_n_ctx_seq(self._ctx))
 

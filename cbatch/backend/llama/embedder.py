@@ -175,12 +175,16 @@ class LlamaEmbedder:
         """Refuse what llama.cpp would end the process on."""
         n_vocab, sizes = self._model.vocab.n_vocab, [*map(len, texts)]
         if not 1 <= len(texts) <= self.n_texts or min(sizes) < 1 or max(sizes) > self.n_most:
-            raise PlanError(f"texts of {sizes} tokens: 1 … {self.n_texts} of 1 … {self.n_most}")
+            raise PlanError(
+                f"need 1 … {self.n_texts} texts of 1 … {self.n_most} tokens, got texts of {sizes} tokens"
+            )
         n_shared = self._n_common(texts)
         if len(texts) > 1 and sum(sizes) - n_shared * len(texts) > self.n_full:
-            raise PlanError(f"texts of {sizes} tokens together: at most {self.n_full}")
+            raise PlanError(
+                f"several texts may have {self.n_full} tokens in all, got texts of {sizes} tokens"
+            )
         if min(map(min, texts)) < 0 or max(map(max, texts)) >= n_vocab:
-            raise PlanError(f"a token is not in 0 … {n_vocab - 1}")
+            raise PlanError(f"a token id is not in 0 … {n_vocab - 1}")
 
     def _n_common(self, texts: Sequence[Sequence[int]]) -> int:
         """Return how many tokens at the beginning of texts are computed once for all."""
@@ -415,7 +419,7 @@ class _Batch:
         sizes = [*map(len, texts)]
         n = sum(sizes)
         if n > self.n_most:
-            raise PlanError(f"{n} tokens, but a batch has {self.n_most}")
+            raise PlanError(f"{n} tokens, but a batch holds at most {self.n_most}")
         self._tokens[:n] = np.fromiter(chain.from_iterable(texts), np.int32, n)
         ends = np.cumsum(sizes)
         offsets = np.asarray(starts, np.int64) - (ends - sizes)

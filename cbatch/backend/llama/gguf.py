@@ -217,6 +217,6 @@ def _scalar(kind: int) -> struct.Struct:
 def _read_tensor(cursor: _FileCursor) -> StoredTensor:
     n_dims = cursor.number(_U32)
     if n_dims > _MAX_DIMS:
-        raise DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {AGAIN}")
+        raise DamagedError(f"is damaged: it has a tensor with {n_dims} dimensions; {AGAIN}")
     sizes = [cursor.number(_U64) for _ in range(n_dims)] + [1] * (_MAX_DIMS - n_dims)
     return StoredTensor(cursor.number(_U32), tuple(sizes), cursor.number(_U64))

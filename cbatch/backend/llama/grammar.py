@@ -294,9 +294,9 @@ def find_bad_number(grammar: Grammar) -> str:
         for key, number in _numbers(schema):
             if not _is_exact(key, number):
                 return (
-                    f"the number {_shown(number)} ({key}) cannot be followed exactly: integers and bounds must be in "
-                    f"{_LEAST} … {_MOST}, and beyond 2^53 be numbers that a 64-bit float holds; "
-                    "ask for a string with a pattern"
+                    f"the number {_shown(number)} ({key}) cannot be enforced exactly: integers and bounds must be "
+                    f"{_LEAST} … {_MOST}, and beyond ±2^53 exact as 64-bit floats; "
+                    "use a string with a pattern instead"
                 )
     return ""
 

@@ -110,14 +110,18 @@ def handshake() -> None:
     """
     ours, theirs = _native_layout(), _llama_layout()
     if ours != theirs:
-        raise _mismatch(f"llama_batch is {ours} for cbatch but {theirs} for llama-cpp-python")
+        raise _mismatch(
+            f"llama_batch has the layout {ours} in cbatch, {theirs} in llama-cpp-python"
+        )
     for name, wanted in _LLAMA_SIGNATURES.items():
         function = getattr(llama_cpp, name, None)
         if function is None:
-            raise _mismatch(f"llama-cpp-python has no {name}")
+            raise _mismatch(f"llama-cpp-python has no function {name}")
         found = (function.restype, list(function.argtypes or []))
         if found != wanted:
-            raise _mismatch(f"{name} is {wanted} for cbatch but {found} there")
+            raise _mismatch(
+                f"cbatch calls {name} with the types {wanted}, llama-cpp-python with {found}"
+            )
 
 
 def _native_layout() -> dict[str, int]:

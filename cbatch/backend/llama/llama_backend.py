@@ -129,7 +129,7 @@ class LlamaBackend:
         try:
             return ShortPool(self.model, self.options, self.n_threads, self._format)
         except (ModelLoadError, ValueError) as error:
-            _log.write(logging.INFO, "no pool for short sequences: %s", error)
+            _log.write(logging.INFO, "no second cache for short sequences: %s", error)
             return None
 
     def _make_elastic(self) -> ElasticThreads | None:
@@ -168,7 +168,7 @@ class LlamaBackend:
             self._runner.renew()
         else:
             _log.warn(
-                "the draft model has no effect: this model's memory cannot be cut, so it has no draft tokens"
+                "the draft model has no effect: rejected draft tokens cannot be removed from this model's memory"
             )
             draft.close()
 
@@ -332,7 +332,7 @@ class LlamaBackend:
         """Do one plan; see `Backend.run`."""
         if not self._busy.acquire(blocking=False):
             self.model.check_open()
-            raise PlanError("two threads use one context")
+            raise PlanError("internal error: two threads use one context")
         try:
             if self.ctx is None:
                 self.model.check_open()
@@ -519,7 +519,7 @@ class LlamaBackend:
             EngineError: the layout of saved cells is unknown.
         """
         if self._format is None:
-            raise EngineError("llama.cpp saves cells in an unknown layout")
+            raise EngineError("llama.cpp saves cells in a layout that this cbatch does not know")
         self._cells.saved[key] = SavedState(self._format.zeros(n_cells), n_cells)
 
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:

@@ -251,7 +251,7 @@ class _MemoryTrial:
         cells.trim(0, 0)
         if (n_first, cells.count(0)) != (1, 0):
             raise IncompatibleLlamaError(
-                f"one decoded token took {n_first} positions, and {cells.count(0)} when it was removed; expected 1, 0 "
+                f"one decoded token took {n_first} positions, and {cells.count(0)} after its removal; expected 1 and 0 "
                 f"(llama-cpp-python {llama_cpp.__version__})"
             )
         is_loaded = self.saved is not None and cells.load(last, self.saved)
@@ -274,7 +274,8 @@ class _MemoryTrial:
         result = self._stepper.run([Span(Slot(slot), position, (position,), has_output)])
         if result.code:
             raise IncompatibleLlamaError(
-                f"token {position} of a sequence gave code {result.code} (llama-cpp-python {llama_cpp.__version__})"
+                f"llama_decode returned {result.code} for token {position} of a sequence "
+                f"(llama-cpp-python {llama_cpp.__version__})"
             )
         return result.tokens[0][0] if has_output else None
 

@@ -221,8 +221,8 @@ class LlamaModel:
         if not self.is_causal:
             return f"a model with non-causal attention ({arch}) cannot generate text"
         if self.pooling is not None:
-            return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
-        return "" if self.vocab.n_vocab else f"a model without tokens ({arch}) cannot generate any"
+            return f"an embedding or reranking model ({arch}, with pooling) cannot generate text"
+        return "" if self.vocab.n_vocab else f"a model without vocabulary ({arch}) has no text"
 
     @property
     def can_embed(self) -> bool:

@@ -44,18 +44,18 @@ ISA_BEST = -1
 
 # Source: native/include/cbatch.h, return codes.
 _MEANINGS = {
-    1: "the table of addresses is not the one this library wants",
+    1: "the table of function addresses has another layout than this library expects",
     2: "a size below 1, or an instruction set that this machine does not have",
     3: "out of memory",
-    4: "a slot out of range, not ascending or twice",
+    4: "slots out of range, not ascending or repeated",
     5: "a sampling value out of its range",
-    6: "no span, a span without tokens, a pad row of several, or a start out of range",
-    7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
+    6: "no span, a span without tokens, a pad row of several tokens, or a start out of range",
+    7: "a token id outside the vocabulary: an input, in a history, or with a bias",
     8: "more tokens than n_batch",
     9: "n_steps below 1; or several steps with masks, with changes, or with a span without output",
     10: "an output in a slot that was never bound",
-    11: "targets that do not fit their span, too many of them, outside the vocabulary, or in several steps",
-    12: "draft tokens below 0, or in memory that cannot be cut",
+    11: "targets that do not fit their span, are too many, outside the vocabulary, or in several steps",
+    12: "negative number of draft tokens, or memory from which no token can be removed",
 }
 
 _VoidFunction = ctypes.CFUNCTYPE(None)
@@ -157,7 +157,7 @@ class NativeStepper:
         context = NativeDraftContext(ctx, n_batch, n_window, n_vocab)
         code = self._lib.cbatch_stepper_draft_with(self._open(), ctypes.byref(context))
         if code != 0:
-            raise PlanError(f"{_MEANINGS[code]}: a draft model")
+            raise PlanError(f"draft model: {_MEANINGS[code]}")
 
     def bind(self, binding: Binding) -> None:
         """Say how `binding.slot` is sampled from now on. Copies everything.
@@ -250,7 +250,7 @@ class NativeStepper:
         """Return the addresses of the masks, checked; they are read while `masks` lives."""
         n_rows, n_words = sum(c.has_output for c in spans), (self._n_vocab + 31) // 32
         if len(masks) != n_rows:
-            raise PlanError(f"{len(masks)} masks for {n_rows} rows")
+            raise PlanError(f"need a mask for each of {n_rows} rows, got {len(masks)}")
         for mask in masks:
             if mask is not None and not _is_mask(mask, n_words):
                 raise PlanError(f"a mask is {n_words} contiguous uint32 words, not {mask!r}")

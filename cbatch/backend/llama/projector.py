@@ -140,10 +140,12 @@ class Picture:
         """Take rows in place of encoding; see `PromptMedium`."""
         n_rows = [rows.n for rows in self.rows]
         if data.size != sum(n_rows) * self.n_embd * _N_NUMBER_BYTES:
-            raise ValueError(f"have {data.size:,} bytes, which are not {sum(n_rows):,} rows")
+            raise ValueError(
+                f"have {data.size:,} bytes, which is not the size of {sum(n_rows):,} rows"
+            )
         values = data.view(np.float32).reshape(-1, self.n_embd)
         if not np.isfinite(values).all():
-            raise ValueError("are not finite numbers")
+            raise ValueError("hold NaN or infinite numbers")
         with self.encoding:
             self.take(np.split(values, np.cumsum(n_rows)[:-1]))
 
@@ -343,7 +345,9 @@ class Projector:
         values = self._rows[number].values
         if values is None or len(values) < i + len(tokens):
             n = 0 if values is None else len(values)
-            raise PlanError(f"{len(tokens)} rows of a picture from row {i}, which has {n}")
+            raise PlanError(
+                f"rows {i} … {i + len(tokens) - 1} were asked of a picture that has {n} encoded rows"
+            )
         return values[i : i + len(tokens)]
 
     def offsets(self, tokens: Sequence[int]) -> NDArray[np.int32] | None:
@@ -385,7 +389,9 @@ class Projector:
     def _n_rows(self, chunk: Any) -> int:
         n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         if not 0 < n_rows < N_ROWS_MAX:
-            raise PromptError(f"a picture or sound has {n_rows:,} rows")
+            raise PromptError(
+                f"a picture or sound takes {n_rows:,} rows, but must take 1 … {N_ROWS_MAX - 1:,}"
+            )
         return n_rows
 
     def _rows_of(self, chunk: Any, number: int) -> _Rows:
@@ -399,8 +405,9 @@ class Projector:
             attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(ctx, chunk))
         if attends_ahead and n_rows > self._n_ubatch:
             raise PromptError(
-                f"a picture has {n_rows:,} rows, which must be computed together; n_ubatch={self._n_ubatch:,} allows "
-                f"fewer: set n_ubatch and n_batch to {n_rows:,} or more"
+                f"a picture takes {n_rows:,} rows, which must be computed together; n_ubatch={self._n_ubatch:,} is "
+                "too small: "
+                f"set n_ubatch and n_batch to {n_rows:,} or more"
             )
         is_sound = mtmd.mtmd_input_chunk_get_type(chunk) == _SOUND
         if is_sound or not self.has_flat_pictures:
@@ -411,7 +418,9 @@ class Projector:
         )
         offsets = np.frombuffer(places, np.int32).reshape(n_rows, 4)[:, _ORDER].T.copy()
         if offsets[0].any():
-            raise PromptError("the rows of a picture have positions of an unknown kind")
+            raise PromptError(
+                "llama.cpp gives the rows of a picture positions of a kind that cbatch does not know"
+            )
         n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
         return _Rows(number, n_rows, offsets, n_positions, attends_ahead=attends_ahead)
 
@@ -457,7 +466,9 @@ class Projector:
         with self._parts(self._bitmap(picture.medium, is_counted=False)) as chunks:
             media = [c for c in chunks if self._mtmd.mtmd_input_chunk_get_type(c) != _TEXT]
             if [self._n_rows(chunk) for chunk in media] != [rows.n for rows in picture.rows]:
-                raise RequestFailedError("llama.cpp counts other rows of a picture than it encodes")
+                raise RequestFailedError(
+                    "llama.cpp encoded another number of rows of a picture than it announced"
+                )
             found = [self._encode_chunk(chunk) for chunk in media]
         picture.take(found)
         self.n_encoded += 1

@@ -49,7 +49,7 @@ class Quantising:
             return ""
         self._log.seek(max(self._log.seek(0, os.SEEK_END) - _N_TAIL, 0))
         words = " ".join(self._log.read().decode("utf-8", "replace").split())
-        return words or f"it ended with code {code}"
+        return words or f"it ended with exit code {code}"
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _start(task: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C in a terminal is for this process alone
         )
     except OSError as error:
-        raise ConfigError(f"nothing can be quantised: {error}") from error
+        raise ConfigError(f"llama.cpp's quantiser cannot be started: {error}") from error
 
 
 # ---- the process itself ----

@@ -58,7 +58,7 @@ _NAMES = {format.id: name for name, format in CELL_TYPES.items()}
 _REPEATED = (0,)
 """Strides of an array that is one number over and over."""
 
-_OTHER_LAYOUT = "are laid out in another way than those of this model here"
+_OTHER_LAYOUT = "have another layout than the cells of this model"
 
 
 class SavedFormat:
@@ -126,7 +126,7 @@ class SavedFormat:
             cells = cursor.words(n * part.n_words).reshape(n, part.n_words)
             n_past = int(cells[0, 0]) if part.n_slots else 0
             if part.n_slots and (cells[:, 0] != np.arange(n_past, n_past + n)).any():
-                raise ValueError("are not in the order of their tokens")
+                raise ValueError("are not in the order of tokens")
             cursor.expect(part.form)
             read = [rows.read_behind(cursor, n_past, n) for rows in part.rows]
             cursor.words(n_behind)

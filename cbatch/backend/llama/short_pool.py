@@ -57,7 +57,7 @@ class ShortPool:
         """
         together = apart.in_pool()
         if together is None:
-            raise ValueError("values of this type cannot be transposed")
+            raise ValueError("cached values of this type cannot be transposed")
         self.together, self.apart = together, apart
         """How a sequence is written for the pool, and for the slots' own memory."""
         pooled = replace(options, kv="unified", n_ctx=N_CELLS, ctx_per_seq=None, flash_attn="on")

@@ -202,9 +202,7 @@ class LlamaVocab:
             text = re.sub(r"\{query\}|\{document\}", lambda found: parts[found[0]], text)
             return self._tokenize(_encode(text), add_special=False, parse_special=True)
         if instruction is not None:
-            raise PromptError(
-                "this model's documents are judged without an instruction: leave it out"
-            )
+            raise PromptError("this reranker takes no instruction: leave it out")
         ask = self.pointer
         eos = self.eos_id if self.eos_id >= 0 else int(llama_cpp.llama_vocab_sep(ask))
         end = [eos] if llama_cpp.llama_vocab_get_add_eos(ask) else []
@@ -293,7 +291,8 @@ class LlamaVocab:
         order, others = [int(i) for i in rest[::2]], rest[1::2]
         if sorted(order) != [*range(len(parts))]:
             raise PromptError(
-                "the chat template does not show each picture and sound of these messages once"
+                "the chat template drops or repeats a picture or sound of these messages: load the model with another "
+                "chat_template, or give text alone"
             )
         tokens, pictures = self.tokenize(first), []
         if self.n_added[1]:
@@ -417,7 +416,7 @@ class LlamaVocab:
     def _checked(self, tokens: list[int]) -> list[int]:
         """Refuse what is not a token. Source: llama-vocab.cpp, which also gives −1 if the vocabulary lacks `<unk>`."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
-            raise PromptError("the model's vocabulary has no token for a part of the text")
+            raise PromptError("the model's vocabulary has no tokens for a part of the text")
         return tokens
 
     def _read_piece(self, token: int, *, is_shown: bool = False) -> bytes:

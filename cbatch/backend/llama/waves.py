@@ -105,12 +105,15 @@ def _blocks(file: Any) -> Iterator[NDArray[np.float32]]:
         _check_samples(n_read, file)
         yield block.mean(axis=1)
     if file.format == "FLAC" and n_read < n_told:
-        raise PromptError(f"a sound is cut off: {n_read:,} of {n_told:,} samples are there")
+        raise PromptError(f"a sound is cut off: it has {n_read:,} of {n_told:,} samples")
 
 
 def _check_header(file: Any) -> None:
     if not _RATES[0] <= file.samplerate <= _RATES[1]:
-        raise PromptError(f"a sound has {file.samplerate:,} samples per second")
+        low, high = _RATES
+        raise PromptError(
+            f"a sound has {file.samplerate:,} samples per second, not {low:,} … {high:,}"
+        )
     if file.channels > _N_CHANNELS_MAX:
         raise PromptError(
             f"a sound has {file.channels} channels; at most {_N_CHANNELS_MAX} are allowed"

@@ -18,8 +18,8 @@ from cbatch.errors import ConfigError
 from cbatch.support.processes import has_crashed, run_apart
 
 AMX_ADVICE = (
-    "llama.cpp's AMX code ends the process here, as builds by GCC 12 do, so weights are not repacked, and prompts "
-    "take longer. To use AMX, build llama-cpp-python with another compiler; to repack without AMX, build it with "
+    "llama.cpp's AMX code crashes here (a known fault of GCC 12), so weights are not repacked, and prompts take "
+    "longer. To use AMX, build llama-cpp-python with another compiler; to repack without AMX, build it with "
     'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'
 )
 _WALL_S = 60.0
@@ -54,11 +54,11 @@ def main() -> None:
     params = llama_cpp.llama_model_default_params()
     loaded = llama_cpp.llama_model_load_from_file(os.fsencode(sys.argv[1]), params)
     if loaded is None:
-        raise SystemExit("the model of the trial cannot be loaded")
+        raise SystemExit("the test model cannot be loaded")
     sizes = llama_cpp.llama_context_default_params()
     sizes.n_ctx, sizes.n_threads, sizes.n_threads_batch = 64, 1, 1
     context = llama_cpp.llama_init_from_model(loaded, sizes)
     if context is None:
-        raise SystemExit("the context of the trial cannot be made")
+        raise SystemExit("the test context cannot be made")
     tokens = (llama_cpp.llama_token * 2)()
     llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, 2))

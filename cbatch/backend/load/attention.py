@@ -79,7 +79,7 @@ class AttentionFinding:
 
     def __str__(self) -> str:
         if not self.rounds:
-            return "llama.cpp's default; not measured: steps are slow, or other programs were busy"
+            return "llama.cpp's default; not measured, because steps are slow or other programs were busy"
         ratios = sorted(g if self.is_off else 1 / g for g in map(_gain, self.rounds))
         other = "with" if self.is_off else "without"
         day = time.strftime("%Y-%m-%d", time.gmtime(self.made_s))
@@ -116,7 +116,7 @@ def why_attention(model: LlamaModel, options: EngineOptions) -> str:
         return "llama.cpp's default"
     found = _noted(*_depends(model, options))
     return (
-        "llama.cpp's default; a load measures whether off is faster"
+        "llama.cpp's default; loading the model measures whether off is faster"
         if found is None
         else str(found)
     )

@@ -192,7 +192,10 @@ class _CompanyTrial(CheckedSteps):
             whole = [self._whole(i) for i in range(len(self._texts))]
             rounding = max(map(_difference, alone, whole))
             if rounding > ROUNDING_MOST:
-                return "llama.cpp computes a prompt otherwise than its tokens one by one", True
+                return (
+                    "llama.cpp gives other results for a prompt than for its tokens one by one",
+                    True,
+                )
             found = [pair for slots in self._companies() for pair in self._together(slots)]
         except EngineError as error:
             if self._is_stopped():
@@ -204,7 +207,10 @@ class _CompanyTrial(CheckedSteps):
         for place, n, slot, logits in found:
             if _difference(alone[slot % len(alone)], logits) > limit:
                 of_all = f"sequence {place} of {n}"
-                return f"llama.cpp computes {of_all} differently than alone", False
+                return (
+                    f"llama.cpp gives other results for {of_all} than for that sequence alone",
+                    False,
+                )
         return "", False
 
     def _companies(self) -> Iterator[range]:

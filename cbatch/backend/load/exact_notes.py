@@ -65,8 +65,8 @@ def exact_finding(
             _tell_confirmed(found, depends)
     if found.shape.least > sequences_of(options):
         why = (
-            f"not guaranteed: only steps of {found.shape.least} rows or more give the same bits, but an "
-            f"engine of {options.n_slots} slots has fewer: leave replicas and exact_slots out"
+            f"not guaranteed: only steps of at least {found.shape.least} rows are bit-identical, but an engine of "
+            f"{options.n_slots} slots computes fewer rows a step: leave replicas and exact_slots out"
         )
         return replace(found, options=options, exactness=why, shape=ANY_SHAPE)
     return _confirmed(model, found, depends, is_stopped)
@@ -99,8 +99,8 @@ def _confirmed(
         _tell_confirmed(found, depends)
         return checked
     why = (
-        f"{exactness} (with n_threads={_n_threads(found.options)}; another process found it exact with its own "
-        "n_threads)"
+        f"{exactness} (with n_threads={_n_threads(found.options)}; in another process, with its own n_threads, "
+        "the results were exact)"
     )
     return replace(checked, exactness=why, shape=ANY_SHAPE)
 

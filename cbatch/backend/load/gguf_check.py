@@ -111,7 +111,7 @@ def _layers(header: Header) -> Iterator[str]:
     if not 0 < n_layers <= _MAX_LAYERS:
         yield f"is damaged: block_count is {n_layers}, not in 1 … {_MAX_LAYERS}; {AGAIN}"
     if n_nextn > n_layers:
-        yield f"is damaged: nextn_predict_layers is {n_nextn} of {n_layers} layers; {AGAIN}"
+        yield f"is damaged: nextn_predict_layers is {n_nextn}, more than all {n_layers} layers; {AGAIN}"
 
 
 def _experts(header: Header) -> Iterator[str]:
@@ -125,8 +125,8 @@ def _experts(header: Header) -> Iterator[str]:
         groups_fit = groups_fit and n_experts % n_groups == 0 and 0 < n_in_use < n_groups
     if not (experts_fit and groups_fit):
         yield (
-            f"is damaged: {n_used} of {n_experts} experts, "
-            f"{n_in_use} of {n_groups} groups cannot be; {AGAIN}"
+            f"is damaged: it says that it uses {n_used} of {n_experts} experts and {n_in_use} of {n_groups} "
+            f"expert groups; {AGAIN}"
         )
 
 
@@ -156,7 +156,7 @@ def vocabulary_faults(header: Header) -> Iterator[str]:
     pieces = {token or f"[EMPTY_{i}]".encode() for i, token in enumerate(header.tokens)}
     n_twice = len(header.tokens) - len(pieces)
     if n_twice:
-        yield f"is damaged: {n_twice} of its tokens stand twice; {AGAIN}"
+        yield f"is damaged: {n_twice} of its tokens occur twice; {AGAIN}"
     tokenizer = header.values.get("tokenizer.ggml.model")
     types = header.integers.get("tokenizer.ggml.token_type", ())
     for token, kind in zip(header.tokens, types, strict=False):
@@ -164,7 +164,7 @@ def vocabulary_faults(header: Header) -> Iterator[str]:
             yield f"is damaged: token {token!r} cannot stand for a byte; {AGAIN}"
     bytes_of_text = ({f"<0x{byte:02X}>".encode(), bytes([byte])} for byte in range(256))
     if tokenizer == "llama" and any(map(pieces.isdisjoint, bytes_of_text)):
-        yield "is damaged: it has no token for some bytes, and llama.cpp ends when it meets one"
+        yield f"is damaged: it has no token for some bytes, at which llama.cpp would crash; {AGAIN}"
 
 
 _RULES = (_kind_of_file, _tensors_in_file, _layers, _experts, _rope_and_norm, vocabulary_faults)

@@ -370,7 +370,7 @@ def _embed_only(
     for name in ("adapters", "draft", "mmproj"):
         if getattr(options, name):
             raise ConfigError(
-                f"{name}: a model that only embeds or reranks takes none: leave it out"
+                f"{name} has no effect with a model that only embeds or reranks: leave it out"
             )
     backend = EmbedOnlyBackend(loaded, options)
     said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"

@@ -127,7 +127,7 @@ def place(params: Any, options: EngineOptions) -> None:
     if options.n_gpu_layers and not free_on_devices():
         _log.warn(
             "n_gpu_layers=%d has no effect: llama.cpp sees no device but the CPU; "
-            "llama-cpp-python has to be built for the GPU",
+            "to use a GPU, build llama-cpp-python for it",
             options.n_gpu_layers,
         )
     if options.n_gpu_layers is not None:
@@ -144,7 +144,7 @@ def _shares(shares: Sequence[float]) -> Any:
     n_most = int(llama_cpp.llama_max_devices())
     if len(shares) > n_most:
         raise ConfigError(
-            f"tensor_split has {len(shares)} shares, llama.cpp knows up to {n_most} devices"
+            f"tensor_split has {len(shares)} shares, but llama.cpp supports at most {n_most} devices"
         )
     return (ctypes.c_float * n_most)(*shares)  # ctypes keeps it alive with the struct
 

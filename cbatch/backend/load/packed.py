@@ -53,11 +53,11 @@ def why_not_packed(path: str, options: EngineOptions, n_sharing: int = 1) -> str
     if options.repack != "auto":
         return f"repack={options.repack!r}"
     if not computes_on_cpu(options):
-        return "a device computes them"
+        return "a GPU or another device computes them"
     n_copies = _N_PROCESSES if options.exact else n_sharing
     n_bytes = sum(size for _, size, _ in model_parts(path)) * n_copies
     if n_bytes * _N_TIMES > (host_total() or 0):
-        return f"the memory would not hold them {_N_TIMES} times"
+        return f"the memory is smaller than {_N_TIMES} times the weights of all processes"
     return why_unfit()
 
 
@@ -82,7 +82,7 @@ def why_unfit() -> str:
     if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
         return "llama.cpp uses AMX here"
     if not said("ggml_version"):
-        return "this build of llama.cpp does not tell its version of ggml"
+        return "this build of llama.cpp does not say which version of ggml it has"
     return _open() if _are_types_known() else _misfit()
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 COULD_NOT_RUN = "not guaranteed: the probe could not run"
 _NOT_ASKED = (
-    "not guaranteed: the probe found no difference, but prompts are cut to fit each step; "
-    "exact=True cuts them all alike"
+    "not guaranteed: the probe found no difference, but each step takes what fits of a prompt; "
+    "exact=True cuts all prompts alike"
 )
 WIDTHS = (2, 7, 8, 9, 16)
 """Widths at which kernels of the CPU backend change. Source: measured; see docs/understand/exactness.md."""
@@ -113,7 +113,7 @@ def _first_finding(
 
 def _cause(way: str, model: LlamaModel, options: EngineOptions) -> str:
     if options.kv == "unified":
-        return "in unified KV the place of a cell changes the rounding"
+        return "with kv='unified' the position of a cell changes the rounding"
     if way.startswith("with the width"):
         is_plain = model.file_type.startswith(("q8_0", "q4_0", "q4_1", "q5_0", "q5_1"))
         if is_plain and not options.exact:
@@ -123,7 +123,7 @@ def _cause(way: str, model: LlamaModel, options: EngineOptions) -> str:
         return f"kernels for {model.file_type} weights depend on the shape of a step"
     if options.flash_attn != "off":
         return "flash attention chooses its kernel by the shape of a step"
-    return "a lone token takes other kernels than several; exact=True cuts all prompts alike"
+    return "llama.cpp uses another kernel for one token than for several; exact=True cuts all prompts alike"
 
 
 class CheckedSteps:
@@ -135,7 +135,7 @@ class CheckedSteps:
     def compute(self, chunks: Sequence[Span]) -> None:
         """Run one step; an `EngineError` says that it failed, or that no more is to be run."""
         if self._is_stopped():
-            raise EngineError("it was stopped")
+            raise EngineError("the probe was stopped")
         result = self._backend.run(StepPlan(tuple(chunks)))
         if result.code:
             raise EngineError(f"llama_decode returned {result.code}")

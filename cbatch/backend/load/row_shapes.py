@@ -78,7 +78,7 @@ def confirm(model: LlamaModel, tuning: Tuning, is_stopped: Callable[[], bool] = 
     shape = tuning.shape
     found = _find(model, tuning.options, is_stopped, [shape])
     if found.exactness == BITWISE and found.shape != shape:
-        return f"not guaranteed: prompts cannot be cut as other processes cut them ({shape})"
+        return f"not guaranteed: this process cannot cut prompts as other processes do ({shape})"
     return found.exactness
 
 
@@ -173,13 +173,11 @@ class _WidthTrial(Probe):
         """
         self._fill()
         if any(shape.has_pads for shape in tried) and np.isnan(self._after_text).any():
-            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
+            return f"not guaranteed: cells of token {PAD_TOKEN}, which pad rows compute, are NaN"
         for i_token in range(_N_TOKENS):
             self._most_difference(range(self._backend.n_slots), i_token)
         if self._saved and (by := self._most_difference(range(self._backend.n_slots), 0)):
-            return (
-                f"not guaranteed: logits change where saved states are loaded (by up to {by:.2g})"
-            )
+            return f"not guaranteed: logits change when saved states are loaded (by up to {by:.2g})"
         refusal = ""
         for shape in tried:
             widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}

@@ -324,9 +324,9 @@ def _tell(sizes: SlotSizes, wanted: SlotSizes, room: Room) -> None:
         n_bytes = room.n_bytes(wanted.n_slots, wanted.n_window)
         _log.warn(
             "%s",
-            f"{sizes.n_slots} slots of {sizes.n_window} tokens, for {wanted.n_slots} of {wanted.n_window} would take "
-            f"{_mib(n_bytes)} MiB and the memory budget is {_mib(room.n_budget)} MiB: memory_mib sets another, "
-            "cache_type_k and cache_type_v='q8_0' need about half",
+            f"{sizes.n_slots} slots of {sizes.n_window} tokens: {wanted.n_slots} slots of {wanted.n_window} would take "
+            f"{_mib(n_bytes)} MiB, and the memory budget is {_mib(room.n_budget)} MiB; memory_mib sets another "
+            "budget, and with cache_type_k and cache_type_v='q8_0' cells need about half",
         )
 
 

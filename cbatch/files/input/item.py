@@ -91,7 +91,7 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
 
 def duplicate(item: Item, first: int) -> Item:
     """Return an item as one with an error: the item with the number `first` has its id."""
-    twice = f"the id {item.id!r} stands twice, first in request {first}"
+    twice = f"the id {item.id!r} occurs twice, first in request {first}"
     if not item.is_labelled:
         twice = f"the line has no id, and {item.id!r}, which its answer would have, is the id of request {first}"
     error = ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")

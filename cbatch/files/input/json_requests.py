@@ -246,11 +246,11 @@ class OpenAIReader(RequestReader):
             message = f"url {url!r} is not supported; supported are {', '.join(self.urls)}"
             raise InputLineError("invalid_url", message, "url")
         if self._url is not None and url != self._url:
-            message = f"url {url!r} is not that of the batch: {self._url}"
+            message = f"url {url!r} differs from that of the batch: {self._url}"
             raise InputLineError("url_mismatch", message, "url")
         has_vectors = url in CALLS
         if self._has_vectors not in (None, has_vectors):
-            message = f"url {url!r}: lines for texts and lines for embeddings or scores need files of their own"
+            message = f"url {url!r}: put lines for answers and lines for embeddings or scores into separate files"
             raise InputLineError("url_mismatch", message, "url")
         self._has_vectors = has_vectors
 
@@ -265,7 +265,7 @@ class OpenAIReader(RequestReader):
         if self._model is None:
             self._model = model
         if model != self._model:
-            message = f"model {model!r} is not that of the lines before: {self._model!r}"
+            message = f"model {model!r} differs from that of the lines before: {self._model!r}"
             raise InputLineError("model_mismatch", message, "model")
         return model
 

@@ -72,7 +72,7 @@ class Asking:
             check_string(name, getattr(self, name))
         for kind, column in self.media.items() if self.is_raw else ():
             raise ConfigError(
-                f"{MEDIA_COLUMNS[kind]}={column!r} is for chats, raw prompts have no {kind}s: leave one of them out"
+                f"{MEDIA_COLUMNS[kind]}={column!r} is for chats; raw prompts have no {kind}s: leave it or is_raw out"
             )
         if self.is_raw and self.system is not None:
             raise ConfigError(
@@ -208,7 +208,7 @@ class RowPrompts:
                 else _with_options(prompt, _value(row, self._options))
             )
         except KeyError as error:
-            message = f"there is no {error.args[0]!r}; the keys are: {listed(row)}"
+            message = f"there is no key {error.args[0]!r}; the keys are: {listed(row)}"
             raise InputLineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:

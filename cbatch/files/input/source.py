@@ -165,8 +165,8 @@ def _looked_at(
         )
     if known in ("openai", "cbatch") and not asking.is_empty:
         raise ConfigError(
-            f"{first.name}: its lines are requests ({known}), which a template, a system message or a column of "
-            "pictures or sounds does not fit: leave it out, or give format='jsonl' for objects of your own"
+            f"{first.name}: its lines are requests ({known}), which take no template, system message or column of "
+            "pictures or sounds: leave that out, or give format='jsonl' for objects of your own"
         )
     kept = [file for file, _ in found]
     reader = CbatchReader(as_chats=is_raw is False) if known == "cbatch" else None
@@ -175,7 +175,7 @@ def _looked_at(
 
 def _empty(files: Sequence[InputFile]) -> ConfigError:
     names = ", ".join(file.name for file in files[:3]) + ", …" * (len(files) > 3)
-    return ConfigError(f"{names}: no request in it (empty_file)")
+    return ConfigError(f"{names}: no requests found (empty_file)")
 
 
 def _reader(

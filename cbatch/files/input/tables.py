@@ -72,7 +72,7 @@ class RowReader:
         for column, type in columns.items():
             if type != (known := self._types[column]):
                 raise ConfigError(
-                    f"{name}: column {column!r} is {type}, in the files before {known}"
+                    f"{name}: column {column!r} is {type}, but {known} in the files before"
                 )
 
 

@@ -44,7 +44,8 @@ class LongLine:
         """The error of the line."""
         return InputLineError(
             "line_too_long",
-            f"the line has {self.n_bytes} bytes, the most is {self.n_most}: shorten it, or raise max_line_bytes",
+            f"the line has {self.n_bytes} bytes, but at most {self.n_most} are allowed: "
+            "shorten it, or raise max_line_bytes",
         )
 
 
@@ -149,8 +150,8 @@ class InputFile:
         is_plain = self.n_bytes is not None and self._raw is self._text
         if is_plain and self._n_bytes < (self.n_bytes or 0):  # missing lines were not removed
             raise ConfigError(
-                f"{self.name}: was cut off or replaced while it was read: it has {self._n_bytes:,} bytes and had "
-                f"{self.n_bytes:,}: run the same command again when it is complete"
+                f"{self.name}: was cut off or replaced while it was read: it had {self.n_bytes:,} bytes and now has "
+                f"{self._n_bytes:,}: run the same command again when it is complete"
             )
 
     def ahead(self) -> Iterator[bytes | LongLine]:
@@ -221,7 +222,7 @@ class InputFile:
                 "is it still being written, or was it copied in part?"
             )
         if isinstance(error, OSError) and error.strerror:
-            return f"{self.name}: cannot be read on: {error.strerror}; {read}"
+            return f"{self.name}: cannot be read further: {error.strerror}; {read}"
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 

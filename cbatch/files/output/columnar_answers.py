@@ -106,7 +106,7 @@ class ColumnarEncoder(RowEncoder):
         except ConfigError as error:
             raise ConfigError(
                 f"{', '.join(self._paths)}: was changed while the run read it: {error}. {kept}: run the same command "
-                "again, with the file as it is or as it was"
+                "again, with the new or the old file"
             ) from error
         except import_pyarrow().ArrowException as error:
             raise ConfigError(

@@ -184,7 +184,7 @@ class AnswerColumns:
         text = output_column or self.main
         if output_column in (*self.own, *(name for name in self._kept[1:])):
             raise ConfigError(
-                f"output_column={output_column!r} is the name of another column: give another"
+                f"output_column={output_column!r} is the name of another column: give another name"
             )
         self.types = {
             text if name == self.main else name: self.of_answer[name] for name in self._kept

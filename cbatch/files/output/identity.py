@@ -165,10 +165,10 @@ class InputIdentity:
         before = manifest.settings()
         was, is_now = before.get(_FIRST, _PIPE), self._first
         if (is_now == _PIPE or was != is_now) and not self._begins_as(manifest, before):
-            return f"{_FIRST} was {readable(was)}, is {readable(is_now)}, and its items differ"
+            return f"{_FIRST} was {readable(was)}, is now {readable(is_now)}, and its items differ"
         others = json.loads(before.get(_OTHERS, "[]"))
         if others != self._others[: len(others)] and _has_numbered(manifest):
-            return f"{_OTHERS} were {_shown(others)}, are {_shown(self._others)}"
+            return f"{_OTHERS} were {_shown(others)}, are now {_shown(self._others)}"
         return None
 
     def _begins_as(self, manifest: Manifest, before: dict[str, str]) -> bool:

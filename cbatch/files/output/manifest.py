@@ -185,7 +185,7 @@ class Manifest:
         found = {sql for [sql] in self._db.execute("SELECT sql FROM sqlite_master")}
         if application != _APPLICATION and found:
             raise ConfigError(
-                f"{self._home}: is an SQLite file of another program, where cbatch keeps its manifest: move it away, "
+                f"{self._home}: is an SQLite file of another program at the place of cbatch's manifest: move it away, "
                 "or give another output"
             )
         if application != _APPLICATION:
@@ -400,7 +400,7 @@ def _stored(text: str) -> str | bytes:
 
 def _damaged(path: Path, problem: object) -> LostError:
     return LostError(
-        f"{path}: is damaged, or no manifest of cbatch ({problem})",
-        "put it back, give another output, or replace it with its output (--force); of JSON lines it can be made again "
+        f"{path}: is damaged, or is not a manifest of cbatch ({problem})",
+        "put it back, give another output, or replace it and its output (--force); for JSON lines it can be rebuilt "
         "(--adopt)",
     )

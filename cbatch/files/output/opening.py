@@ -160,8 +160,8 @@ def reopened(output: Path) -> Iterator[Outputs]:
         for row in rows.values():
             if not row.path.exists() and outputs.manifest.count(row.file).n_records:
                 raise ConfigError(
-                    f"{row.path}: is missing, and holds records of {output}: put it back, or run its command "
-                    "again"
+                    f"{row.path}: is missing, but holds records of {output}: put it back, or run the same "
+                    "command again"
                 )
         outputs.open_files(rows.values())
     with closing(outputs):
@@ -197,7 +197,7 @@ def _rows(outputs: Outputs, spec: OutputSpec) -> list[FileRow]:
     if 1 in known and known[1].path != spec.errors:
         left, n_left = known.pop(1), manifest.count(1).n_records
         if keeps and n_left:
-            outputs.notes.append(f"{left.path} is left as it is; its {n_left:,} items run again")
+            outputs.notes.append(f"{left.path} stays as it is; its {n_left:,} items run again")
     if 0 in known and known[0].path != spec.output and not keeps:
         del known[0]
     new = [_new_row(file, path, spec) for file, path in enumerate(spec.paths) if file not in known]
@@ -237,7 +237,7 @@ def _keeps_records(outputs: Outputs, known: Mapping[int, FileRow], spec: OutputS
         return False
     if not spec.output.exists():
         outputs.notes.append(
-            f"{spec.output} is gone: starting again, also with the {n_records:,} items that were done"
+            f"{spec.output} is gone: all items run again, also the {n_records:,} that were done"
         )
         return False
     differences = dict(_differences(manifest, known, spec))
@@ -250,7 +250,7 @@ def _keeps_records(outputs: Outputs, known: Mapping[int, FileRow], spec: OutputS
     if not spec.force and spec.origin and (other := spec.origin.difference(manifest)):
         raise ConfigError(
             f"{spec.output}: has the answers of another input: {other}. Use that input, or another output; "
-            "--force replaces the old answers by new ones"
+            "--force replaces the old answers with new ones"
         )
     return OUTPUT_FORMAT not in differences
 
@@ -262,9 +262,9 @@ def _differences(
     for name in sorted({*before, *spec.settings}):
         was, is_now = before.get(name, _NOTHING), spec.settings.get(name, _NOTHING)
         if was != is_now:
-            yield name, f"{name} was {was}, is {is_now}"
+            yield name, f"{name} was {was}, is now {is_now}"
     if known[0].header != spec.header:
         was, is_now = (shown(h.decode(errors="replace")) for h in (known[0].header, spec.header))
-        yield OUTPUT_FORMAT, f"the first line was {was!r}, is {is_now!r}"
+        yield OUTPUT_FORMAT, f"the first line was {was!r}, is now {is_now!r}"
     if 1 in known and known[1].path != spec.errors and manifest.count(1).n_records:
-        yield "errors", f"errors went to {known[1].path}, go to {spec.errors or 'the output'}"
+        yield "errors", f"errors went to {known[1].path}, now go to {spec.errors or 'the output'}"

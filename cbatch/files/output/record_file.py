@@ -139,9 +139,7 @@ class RecordFile:
                 f"was cut off while the run wrote there, and lost {-n_more:,} bytes of records"
             )
         elif n_more > 0 and not self._is_ahead:
-            problem = (
-                f"was written to by another program while the run wrote there, {n_more:,} bytes"
-            )
+            problem = f"got {n_more:,} bytes from another program while the run wrote there"
         else:
             return
         raise OutputError(
@@ -168,7 +166,7 @@ class RecordFile:
             "SELECT max(start + size) FROM records WHERE file = ?", row.file
         ).fetchone()
         if not end and n_bytes < row.synced and self._is_of_another():
-            raise _changed_error(self.path, "none of its records is there")
+            raise _changed_error(self.path, "all of its records are missing")
         row.size = end or len(row.header)
         row.synced = min(row.size, row.synced)
         row.is_open = True
@@ -327,11 +325,11 @@ def _is_as_moved(manifest: Manifest, row: FileRow, path: Path) -> bool:
 def _change(fd: int, row: FileRow, manifest: Manifest) -> str | None:
     """Return a description of a change in a file with records, as far as a sample of them shows one, or None."""
     if os.pread(fd, len(row.header), 0) != row.header:
-        return "its beginning is not as it was written"
+        return "its beginning has changed"
     for statement in _SAMPLES:
         for start, size, crc, number in manifest.rows(statement, row.file):
             if not _is_whole(fd, start, size, crc):
-                return f"the bytes from {start:,} on are not the record of item {number % GONE:,}"
+                return f"the record of item {number % GONE:,}, from byte {start:,} on, has changed"
     return None
 
 
@@ -339,7 +337,7 @@ def _changed_error(path: Path, problem: str) -> LostError:
     return LostError(
         f"{path}: was changed since cbatch wrote it: {problem}",
         "put it back as it was, give another output, or start again (--force); JSON lines can be adopted as they are "
-        "(--adopt); for the order of the input there is `cbatch sort`",
+        "(--adopt); to sort an output, use `cbatch sort`",
     )
 
 

@@ -180,5 +180,5 @@ def _check_apart(results: Sequence[Path], more: Iterable[Path]) -> None:
     for path in more:
         for place, use in taken.items():
             if place == real(path) or (place.exists() and path.exists() and place.samefile(path)):
-                raise ConfigError(f"{path}: is written for {use}: give another file")
+                raise ConfigError(f"{path}: is needed for {use} already: give another file")
         taken[real(path)] = path

@@ -21,7 +21,7 @@ from cbatch.files.places import check_apart, check_new, file_of, real
 from cbatch.support.checks import check_flag
 
 _NOTHING_TO_SORT = (
-    "a run writes Parquet and Arrow in the order of the requests, there is nothing to sort"
+    "a run writes Parquet and Arrow in the order of the requests, so there is nothing to sort"
 )
 
 
@@ -127,7 +127,7 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
     """
     output, by = file_of("output", output), [Path(name) for name in names_of("by", by)]
     if is_columnar(output):
-        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; for another file, copy it")
+        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; to have a second file, copy it")
     has_manifest = manifest_at(output).exists()
     if has_manifest == bool(by):
         raise ConfigError(

@@ -110,7 +110,7 @@ class RunOutputs:
             raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
         if self._is_columnar and errors is not None:
             raise ConfigError(
-                f"{errors}: a row that fails is in the {self.format} file, with its error: leave the file of errors out"
+                f"{errors}: failed rows are written into the {self.format} file, with their errors: leave --errors out"
             )
 
     def _check_replaceable(self) -> None:
@@ -191,7 +191,7 @@ def layout_of(
     if format in ("openai", "cbatch"):
         if keep is not None or name is not None:
             raise ConfigError(
-                f"keep_columns and output_column are for tables, and answers are {format}: leave them out, or give a "
+                f"keep_columns and output_column are for tables, but answers are {format}: leave them out, or give a "
                 "name in .csv or .parquet, or another format (--output-format)"
             )
         return None

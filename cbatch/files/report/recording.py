@@ -40,7 +40,7 @@ class Recording:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._trace is not None and self._trace.keeps_older:
-            self._say(f"{self._asked.trace}: the earlier trace stays, as nothing was computed")
+            self._say(f"{self._asked.trace}: the earlier trace stays, because nothing was computed")
         if self._trace is not None and self._trace.error is not None:
             why = self._trace.error.strerror or self._trace.error
             self._say(f"{self._asked.trace}: the trace ends early: {why}")
@@ -96,7 +96,7 @@ class Recording:
         results = recorder.results
         results.n_before = n_before()
         if results.n_before and not results.n_done and path.is_file() and path.stat().st_size:
-            self._say(f"{path}: the earlier report stays, as no item ran")
+            self._say(f"{path}: the earlier report stays, because no item ran")
             return
         try:
             write_report(path, recorder, title=title, settings=settings)

@@ -393,7 +393,7 @@ NO_FIT: list[tuple[dict[str, Any], str]] = [
             ({"adapter.alora.invocation_tokens": [1, 2]}, "activated LoRA"),
         )
     ),
-    ({"targets": ["token_embd.weight"]}, "also the output"),
+    ({"targets": ["token_embd.weight"]}, "uses it for its output, too"),
 ]
 
 
@@ -441,7 +441,7 @@ def test_type_that_has_no_product_is_refused(
     at = data.index(b".lora_a") + len(b".lora_a") + 4 + 2 * 8
     assert data[at : at + 4] == f16
     path.write_bytes(data[:at] + i8 + data[at + 4 :])
-    assert "in a type of number 24" in _refusal(model, path)
+    assert "as type 24" in _refusal(model, path)
 
 
 def test_feed_forward_weights_that_cannot_be_adapted_are_refused(

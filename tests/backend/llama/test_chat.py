@@ -307,7 +307,7 @@ def test_fork_that_ends_leaves_the_process_to_its_parent() -> None:
     ("role", "content", "words"),
     [
         *(("user", content, "JSON|Unicode") for content in (b"bytes", {1, 2}, "half \ud83d")),
-        ("assistant", None, "needs text"),
+        ("assistant", None, "must be text"),
     ],
 )
 def test_message_that_cannot_be_is_refused(role: str, content: object, words: str) -> None:

@@ -95,4 +95,4 @@ def test_rows_that_cannot_be_written_cost_no_answer(
     (tmp_path / "file").write_text("no folder")
     given = {"cache_dir": tmp_path / "file" / "folder", "cache_media": True}
     assert answers(showing_model, mmproj=projector, **given)[1] == 2
-    assert len([r for r in caplog.records if "was not kept" in r.getMessage()]) == 2
+    assert len([r for r in caplog.records if "was not saved on disk" in r.getMessage()]) == 2

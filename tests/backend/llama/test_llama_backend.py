@@ -197,7 +197,9 @@ def test_context_that_computes_nothing_is_refused(
 ) -> None:
     failed = StepResult([[]], 0, -3)
     monkeypatch.setattr(NativeStepper, "run", lambda *_: failed)
-    with pytest.raises(IncompatibleLlamaError, match="token 0 of a sequence gave code -3"):
+    with pytest.raises(
+        IncompatibleLlamaError, match="llama_decode returned -3 for token 0 of a sequence"
+    ):
         make()
 
 

@@ -292,7 +292,7 @@ def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -
         assert attention.find_attention(described, options) is None
         assert (
             why_attention(described, options)
-            == "llama.cpp's default; a load measures whether off is faster"
+            == "llama.cpp's default; loading the model measures whether off is faster"
         )
         with closing(open_model(synth("test"))) as loaded:
             attention.find_attention(loaded, options)

@@ -407,7 +407,10 @@ def test_model_that_makes_pad_rows_nan_is_refused(
     synth: SynthFactory, tmp_path: Path, flash_attn: str
 ) -> None:
     found = open_model(without_numbers(synth(type="f16"), tmp_path / "model.gguf", PAD_TOKEN))
-    assert "token 0 of pad rows" in find_exact(found, options(flash_attn=flash_attn)).exactness
+    assert (
+        "cells of token 0, which pad rows compute"
+        in find_exact(found, options(flash_attn=flash_attn)).exactness
+    )
     assert find_exact(found, options(flash_attn=flash_attn, parallel=1)).exactness == BITWISE
     found.close()
 
@@ -453,7 +456,7 @@ def test_search_ends_once_it_is_stopped(model: LlamaModel) -> None:
         return len(asked) > 9
 
     found = find_exact(model, options(), is_stopped)
-    assert found.exactness == "not guaranteed: the probe could not run: it was stopped"
+    assert found.exactness == "not guaranteed: the probe could not run: the probe was stopped"
     assert len(asked) < 20
 
 
