@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -11,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from cbatch.files.input.item import Item
-    from cbatch.messages import BatchPrompt
+    from cbatch.messages import BatchPrompt, Message
     from cbatch.options import RunOptions
 
 N_BEGINNING = 64  # characters of a common prefix: about 16 tokens, from which on sharing cells pays
 N_CHARS_PER_TOKEN = 4  # of English text, with current vocabularies
-MAX_CHARS = 64 * 2**20  # most characters of prompts in a window that has any
+MAX_HELD = 64 * 2**20  # most characters and bytes of items in a window that has any
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +28,9 @@ class Entry:
     prompt: BatchPrompt
     digest: bytes
     n_chars: int = 0
-    """Estimated characters of the prompt and of the longest answer."""
+    """Estimated characters of the prompt's text and of the longest answer."""
+    n_held: int = 0
+    """See the function of that name."""
     number: int = 0
     """In order of arrival."""
 
@@ -48,12 +51,12 @@ class ItemWindow:
     An item that `2 × n_max` others have passed goes next.
     """
 
-    def __init__(self, n_max: int, max_chars: int = MAX_CHARS) -> None:
-        """Begin without items; `max_chars` is the most characters of all items, but an empty window takes any item."""
-        self._n_max, self._max_chars = n_max, max_chars
+    def __init__(self, n_max: int, max_held: int = MAX_HELD) -> None:
+        """Begin without items; `max_held` is the most that all items hold, but an empty window takes any item."""
+        self._n_max, self._max_held = n_max, max_held
         self._waiting: OrderedDict[int, Entry] = OrderedDict()  # by number
         self._groups: dict[Hashable, list[_Rank]] = {}  # each sorted
-        self._n_arrived = self._n_given = self._n_chars = 0
+        self._n_arrived = self._n_given = self._n_held = 0
         self._is_ending = False
 
     def __len__(self) -> int:
@@ -62,7 +65,7 @@ class ItemWindow:
     @property
     def has_room(self) -> bool:
         """Whether another item may be added."""
-        return not self._waiting or (len(self) < self._n_max and self._n_chars < self._max_chars)
+        return not self._waiting or (len(self) < self._n_max and self._n_held < self._max_held)
 
     def add(self, entry: Entry) -> None:
         """Add an item."""
@@ -70,7 +73,7 @@ class ItemWindow:
         insort(self._groups.setdefault(self._key(entry), []), entry.rank)
         self._waiting[entry.number] = entry
         self._n_arrived += 1
-        self._n_chars += entry.n_chars
+        self._n_held += entry.n_held
 
     def end(self) -> None:
         """Note the end of the input: from now on the longest of all is next."""
@@ -92,7 +95,7 @@ class ItemWindow:
             del self._groups[key]
         del self._waiting[entry.number]
         self._n_given += 1
-        self._n_chars -= entry.n_chars
+        self._n_held -= entry.n_held
         return entry
 
     def _key(self, entry: Entry) -> Hashable:
@@ -104,14 +107,41 @@ def beginning(prompt: BatchPrompt) -> Hashable:
     if prompt.messages is None:
         return prompt.prompt[:N_BEGINNING] if prompt.prompt else tuple((prompt.tokens or ())[:16])
     first = prompt.messages[0]
-    text = str(first["content"])
+    text = _text_of(first)
     return text if first["role"] == "system" else text[:N_BEGINNING]
 
 
+def _text_of(message: Message) -> str:
+    """Return the text of a message, without its pictures and sounds."""
+    content = message["content"] or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
 def length(prompt: BatchPrompt, options: RunOptions) -> int:
-    """Estimate the characters of a prompt and its longest answer."""
+    """Estimate the characters of a prompt's text and its longest answer."""
     if prompt.messages is not None:
-        n_prompt = sum(len(m.get("content") or "") for m in prompt.messages)
+        n_prompt = sum(len(_text_of(message)) for message in prompt.messages)
     else:
         n_prompt = len(prompt.prompt or "") or len(prompt.tokens or ()) * N_CHARS_PER_TOKEN
     return n_prompt + (options.max_tokens or 0) * N_CHARS_PER_TOKEN
+
+
+def n_held(item: Item) -> int:
+    """Return about the characters and bytes of an item: of its prompt, with pictures and sounds, and of its row."""
+    prompt = item.prompt
+    asked = prompt and (prompt.messages or prompt.prompt or prompt.tokens)
+    return _size(asked) + _size(item.extra)
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if not isinstance(value, list | tuple) or not value:
+        return 0
+    if isinstance(value[0], int | float):
+        return len(value) * N_CHARS_PER_TOKEN
+    return sum(map(_size, value))

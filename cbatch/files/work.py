@@ -15,7 +15,7 @@ from cbatch.errors import EngineError, RequestCancelledError, RequestError
 from cbatch.files.input.item import ItemError, duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
 from cbatch.files.vector_work import VectorEngine
-from cbatch.files.window import Entry, ItemWindow, length
+from cbatch.files.window import Entry, ItemWindow, length, n_held
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
 from cbatch.runtime.sequences import OptionsMerger
@@ -232,7 +232,7 @@ class Work:
             self._n_started += 1
             options = RunOptions.of(item.prompt.options)
             n_chars = length(item.prompt, options)
-            self._window.add(Entry(item, item.prompt, digest, n_chars))
+            self._window.add(Entry(item, item.prompt, digest, n_chars, n_held(item)))
 
     def _refuse(self, item: Item) -> None:
         assert item.error is not None  # an item without a prompt has an error

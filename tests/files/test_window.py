@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.files.input.item import Item
-from cbatch.files.window import Entry, ItemWindow, beginning, length
+from cbatch.files.window import Entry, ItemWindow, beginning, length, n_held
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def entry(i: int, text: str = "", n_chars: int = 1) -> Entry:
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1000}}
+
+
+def entry(i: int, text: str = "", n_chars: int = 1, n_held: int = 0) -> Entry:
     prompt = BatchPrompt(prompt=f"{text or i} " + "." * 80)
-    return Entry(Item(i, "", str(i), prompt), prompt, b"", n_chars)
+    return Entry(Item(i, "", str(i), prompt), prompt, b"", n_chars, n_held)
 
 
 def filled(entries: Iterable[Entry], n_max: int = 100) -> ItemWindow:
@@ -57,11 +60,12 @@ def test_nobody_is_passed_by_more_than_twice_the_window() -> None:
 
 
 def test_empty_window_has_room_whatever_its_bounds() -> None:
-    window = ItemWindow(1, max_chars=1)
+    window = ItemWindow(2, max_held=1)
     assert window.has_room
-    window.add(entry(0, n_chars=100))
+    window.add(entry(0, n_held=100))
     assert not window.has_room
     window.take()
+    assert window.has_room
     with pytest.raises(IndexError):
         window.take()
 
@@ -99,9 +103,33 @@ def test_beginning_is_the_system_message_or_the_first_characters() -> None:
     user = {"role": "user", "content": "u" * 100}
     assert beginning(BatchPrompt([system, user])) == "s" * 100
     assert beginning(BatchPrompt([user])) == "u" * 64
+    calls = [{"function": {"name": "f", "arguments": "{}"}}]
+    called = {"role": "assistant", "tool_calls": calls}
+    assert beginning(BatchPrompt([called, user])) == ""
     assert beginning(BatchPrompt(tokens=range(99))) == tuple(range(16))
 
 
 def test_length_counts_the_longest_answer_too() -> None:
     assert length(BatchPrompt(prompt="abc"), RunOptions(max_tokens=5)) == 3 + 20
     assert length(BatchPrompt(tokens=[1, 2]), RunOptions()) == 8
+
+
+def test_picture_is_held_but_is_no_text() -> None:
+    parts = [PICTURE, {"type": "text", "text": "What is it?"}]
+    prompt = BatchPrompt([{"role": "user", "content": parts}])
+    assert beginning(prompt) == "What is it?"
+    assert length(prompt, RunOptions()) == len("What is it?")
+    assert 1000 < n_held(Item(1, "", "1", prompt)) < 1200
+
+
+@pytest.mark.parametrize(
+    ("extra", "n"),
+    [
+        (None, 0),
+        ({"a": "four", "b": b"more", "c": {"d": ["x" * 9, None, 1]}}, 4 + 4 + 9),
+        ({"vector": [0.5] * 10}, 40),
+    ],
+)
+def test_item_holds_its_row_too(extra: object, n: int) -> None:
+    assert n_held(Item(1, "", "1", BatchPrompt(prompt="abc"), None, extra)) == 3 + n
+    assert n_held(Item(1, "", "1", None, None, extra)) == n

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import Item, ItemError, Seen
 from cbatch.files.input.source import open_source
-from cbatch.files.window import MAX_CHARS, length
+from cbatch.files.window import MAX_HELD, n_held
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.support.folders import told
@@ -189,13 +189,22 @@ class ItemStream:
             self._look(1 if self.is_piped else N_LOOKED_AHEAD)
         return list(self._looked)
 
+    def first_prompt(self) -> BatchPrompt | None:
+        """Return the first prompt of those items; waits for a pipe until one of its items has a prompt."""
+        while True:
+            prompts = (item.prompt for item in self.peek())
+            found = next(filter(None, prompts), None)
+            if found or self._has_looked_at_all or len(self._looked) >= N_LOOKED_AHEAD:
+                return found
+            self._look(len(self._looked) + 1)
+
     def _look(self, n_most: int) -> None:
-        """Look at `n_most` items, fewer where they are long; note whether these are all."""
-        n_chars = 0
+        """Look at `n_most` items, fewer where they are large; note whether these are all."""
+        n_in_all = 0
         for item in self._rest if self._arrivals is None else self._arrivals.soon(n_most):
             self._looked.append(item)
-            n_chars += length(item.prompt, RunOptions()) if item.prompt else 0
-            if len(self._looked) >= n_most or n_chars > MAX_CHARS:
+            n_in_all += n_held(item)
+            if len(self._looked) >= n_most or n_in_all > MAX_HELD:
                 return
         self._has_looked_at_all = self._arrivals is None or self._arrivals.has_ended
 
