@@ -16,7 +16,9 @@ import pytest
 
 from cbatch.errors import OutputError
 from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.input import item as item_module
 from cbatch.files.input import item_stream as reading_module
+from cbatch.files.input.item import Seen
 from cbatch.files.input.item_stream import ItemStream
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
@@ -70,7 +72,7 @@ def test_shuffled_input_is_counted_and_has_every_item_once(tmp_path: Path) -> No
 def test_long_items_that_were_looked_at_are_not_taken_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_module, "MAX_CHARS", 20)
+    monkeypatch.setattr(reading_module, "MAX_HELD", 20)
     source = write_requests(tmp_path / "in.jsonl", 10)
     with closing(ItemStream(str(source), FileOptions())) as reading:
         ahead = reading.look_ahead(RunOptions())
@@ -137,3 +139,28 @@ def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None
         assert ahead is not None
         assert not reading.is_dry()
         assert [item.id for item in reading] == ["a"]
+
+
+def test_few_items_with_large_pictures_are_looked_at_ahead(tmp_path: Path) -> None:
+    url = "data:image/png;base64," + "A" * 2**22
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    line = json.dumps({"messages": [{"role": "user", "content": content}]})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 20)
+    with closing(ItemStream(str(tmp_path / "in.jsonl"), FileOptions())) as reading:
+        ahead = reading.look_ahead(RunOptions())
+        assert ahead is not None
+        assert (len(ahead.prompts), ahead.is_all) == (16, False)
+
+
+def test_ids_without_room_name_the_folder_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_many(seen: Seen) -> None:
+        for i in range(1000):
+            seen.add(str(i), i)
+
+    made = item_module.scratch
+    limit = "PRAGMA max_page_count = 4"
+    monkeypatch.setattr(item_module, "scratch", lambda *tables: made(*tables, limit))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/full")
+    words = "^/full: database or disk is full: free some space, or name another folder in TMPDIR$"
+    with closing(Seen()) as seen, pytest.raises(OutputError, match=words):
+        add_many(seen)

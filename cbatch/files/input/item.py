@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError
+from cbatch.errors import CBatchError, ConfigError, OutputError, UnsupportedOptionError
 from cbatch.files.units import cut
 from cbatch.support.checks import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from cbatch.messages import BatchPrompt
 
@@ -160,9 +163,10 @@ class Seen:
         See `item_key` and `rival_key`.
         """
         row = _digest(key), number
-        if self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", row).rowcount < 1:
-            return self._number(key)
-        return None if rival is None else self._number(rival)
+        with scratch_told():
+            if self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", row).rowcount < 1:
+                return self._number(key)
+            return None if rival is None else self._number(rival)
 
     def _number(self, key: str) -> int | None:
         found = self._db.execute("SELECT number FROM seen WHERE id = ?", (_digest(key),)).fetchone()
@@ -183,6 +187,16 @@ class Seen:
 
 def _digest(key: str) -> bytes:
     return blake2b(bytes_of(key), digest_size=16).digest()
+
+
+@contextmanager
+def scratch_told() -> Iterator[None]:
+    """Raise an error of a temporary database, which has no room, as `OutputError`."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        way_out = "free some space, or name another folder in TMPDIR"
+        raise OutputError(Path(tempfile.gettempdir()), f"{error}: {way_out}") from error
 
 
 def scratch(*statements: str) -> sqlite3.Connection:

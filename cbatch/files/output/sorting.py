@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import check_name, is_columnar
-from cbatch.files.input.item import bytes_of, scratch
+from cbatch.files.input.item import bytes_of, scratch, scratch_told
 from cbatch.files.input.source import names_of, open_source
 from cbatch.files.output.durable import mode_of, told, whole
 from cbatch.files.output.opening import OUTPUT_FORMAT, reopened
@@ -163,6 +163,7 @@ _IN_ORDER = "SELECT start, size FROM lines ORDER BY number IS NULL, number, line
 def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
     with ExitStack() as stack:
         lines = stack.enter_context(closing(scratch(*_LINES)))
+        stack.enter_context(scratch_told())
         try:
             file = stack.enter_context(output.open("rb"))
         except OSError as error:
