@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.vector_calls import EmbedCall, VectorPrompt
+from cbatch.chat.vector_calls import EmbedCall, VectorCall, VectorPrompt
 from cbatch.engine import Engine, run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
@@ -121,7 +121,7 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
             if engine is None and all(map(os.path.isfile, models)):
                 view.say(f"loading {named or 'the model shipped with cbatch'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
-            has_vectors = vectors is not None or _asks_vectors(stream)
+            has_vectors = vectors is not None or _vector_call(stream) is not None
             lent = engine_for(
                 engine,
                 model,
@@ -197,12 +197,9 @@ class _Run:
 
     def _runner(self, engine: Engine, stream: ItemStream) -> Engine | VectorEngine:
         """Return what computes the items. ConfigError where the model cannot."""
-        if self.vectors is None and not _asks_vectors(stream):
+        call = _vector_call(stream) if self.vectors is None else EmbedCall([])
+        if call is None:
             return engine
-        calls = (
-            item.prompt.call for item in stream.peek() if isinstance(item.prompt, VectorPrompt)
-        )
-        call = EmbedCall([]) if self.vectors is not None else next(filter(None, calls))
         if why := call.lack(engine):
             raise ConfigError(f"{why}: give another model")
         if self.vectors is not None:
@@ -279,11 +276,10 @@ class FileStream:
         return response
 
 
-def _asks_vectors(stream: ItemStream) -> bool:
-    """Whether the lines of a file ask for embeddings or scores. Waits for the first line of a pipe."""
-    if stream.source.format != "openai":
-        return False
-    return any(isinstance(item.prompt, VectorPrompt) for item in stream.peek())
+def _vector_call(stream: ItemStream) -> VectorCall | None:
+    """Return the first call of a file whose lines ask for embeddings or scores. Waits for a line of a pipe."""
+    prompt = stream.first_prompt() if stream.source.format == "openai" else None
+    return prompt.call if isinstance(prompt, VectorPrompt) else None
 
 
 def _opened(

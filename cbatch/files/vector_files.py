@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import RerankCall, embed_settings
@@ -18,7 +19,7 @@ from cbatch.files.output.encoders import Encoder, ScoreColumns
 from cbatch.files.output.target import encoder
 from cbatch.files.places import check_apart, check_new, file_of, is_dash, stdout
 from cbatch.files.settings import FileOptions, engine_for, split_settings
-from cbatch.files.vector_work import in_order, result_of
+from cbatch.files.vector_work import in_order, result_of, text_or_prompt
 from cbatch.files.work import RunTally
 from cbatch.options import NO_OPTIONS
 from cbatch.support.checks import (
@@ -49,7 +50,9 @@ _NOT_OF_VECTORS = (
     "vectors",
     "options",
 )
-"""Options of a run over files that have no effect on embeddings."""
+"""Options of a run over files that have no effect on embeddings and scores."""
+
+_NOT_OF_SCORES = ("errors", "max_time_s", "retry_errors", "shuffle", "window")
 
 _N_COLUMN = 1000  # characters of a column's name
 
@@ -85,7 +88,7 @@ def embed_file(
     Raises:
         ConfigError: a wrong setting, or the model has no embeddings. Others as of `run_file`.
     """
-    _check_settings(settings)
+    settings = _checked(settings)
     given = {"pooling": pooling, "dimensions": dimensions, "instruction": instruction}
     given |= {"truncate": truncate, "normalize": None if normalize is True else normalize}
     return run_file(
@@ -129,7 +132,7 @@ def rerank_file(  # noqa: PLR0913  # how rows are scored, and what is written
         ConfigError: a wrong setting, or the model cannot rerank.
         OutputError: the output cannot be written.
     """
-    _check_settings(settings)
+    settings = _checked(settings, *_NOT_OF_SCORES)
     n_most = None if top_n is None else check_int("top_n", top_n, 1, MAX_INT)
     call = RerankCall(check_text("query", query, MAX_INT), [])
     asked, of_load = split_settings(_with_column(column, settings) | {"is_raw": True})
@@ -144,12 +147,12 @@ def rerank_file(  # noqa: PLR0913  # how rows are scored, and what is written
             engine, local_model(model), of_load, lambda: None, asked=asked, options=NO_OPTIONS,
             isolates=True,
         )  # fmt: skip
-        items = [*stream][: asked.limit]
+        items = [*islice(stream, asked.limit)]
         runner = stack.enter_context(lent)
         if why := call.lack(runner):
             raise ConfigError(f"{why}: give another model")
         good = [item for item in items if item.prompt is not None]
-        texts = [str(item.prompt.prompt) for item in good if item.prompt is not None]
+        texts: list[Any] = [text_or_prompt(item.prompt) for item in good if item.prompt is not None]
         given = embed_settings({"instruction": instruction, "truncate": truncate})
         start_s = time.perf_counter()
         response: Any = runner.rerank(query, texts, raw_scores=raw_scores, **given) if texts else []
@@ -164,6 +167,7 @@ def _write(place: Path, data: bytes, *, force: bool) -> None:
     """Write an output whole or not at all; refuse a file that has come since the run began."""
     if is_dash(place):
         stdout().write(data)
+        stdout().flush()
         return
     check_new(place, force=force)
     with told(place), whole(place) as part:
@@ -203,10 +207,13 @@ def _encoder(stream: ItemStream, place: Path, asked: FileOptions) -> Encoder:
     return encoder(format, source, ScoreColumns(source.columns, keep=keep, output_column=column))
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    for name in _NOT_OF_VECTORS:
+def _checked(settings: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Return settings that have an effect; ConfigError for one that is given without any, which `more` are too."""
+    without = (*_NOT_OF_VECTORS, *more)
+    for name in without:
         if settings.get(name):
             raise ConfigError(f"{name} has no effect on embeddings and scores: leave it out")
+    return {name: value for name, value in settings.items() if name not in without}
 
 
 def _with_column(column: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 N_GROUP = 512
 """Texts that an engine gets together: our choice. Their lengths differ enough to fill its batches."""
 
+N_GROUP_CHARS = 2**24
+"""Characters of texts, or tokens, after which a group has no more: our choice, 32 Ki a text where there are as many."""
+
 _N_AHEAD = 2  # groups in the engine at once
 _N_PER_SLOT = 8  # items that `Work` reads ahead for each slot, see `N_WINDOW_PER_SLOT`
 
@@ -90,7 +93,12 @@ class VectorEngine:
             call: Any = prompt.call
             made: VectorCall = replace(call, settings={**call.settings, **self._more})
             return made
-        return EmbedCall([prompt.prompt or [*(prompt.tokens or ())]], self._settings)
+        return EmbedCall([text_or_prompt(prompt)], self._settings)
+
+
+def text_or_prompt(prompt: BatchPrompt) -> str | BatchPrompt:
+    """Return what `Engine.embed` and `Engine.rerank` get of a prompt: of one that is no text they say what is wrong."""
+    return prompt.prompt or prompt
 
 
 @dataclass(eq=False)
@@ -283,8 +291,10 @@ class VectorRun:
 
     def _next_group(self) -> Generator[BatchResult, None, _TextGroup]:
         group = _TextGroup()
-        n_texts = 0
-        while n_texts < N_GROUP and not (group.calls and self._runner.is_dry()):
+        n_texts = n_chars = 0
+        while max(n_texts / N_GROUP, n_chars / N_GROUP_CHARS) < 1:
+            if group.calls and self._runner.is_dry():
+                break
             prompt = next(self._prompts, None)
             if prompt is None:
                 self._has_ended = True
@@ -295,6 +305,7 @@ class VectorRun:
             call = self._runner.call_of(prompt)
             group.calls.append((str(prompt.id), call))
             n_texts += len(call.texts)
+            n_chars += len(prompt.prompt or prompt.tokens or ())
         return group
 
     def _result(

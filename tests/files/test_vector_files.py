@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import os
 import resource
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+import cbatch
 from cbatch.chat.vector_calls import EmbedCall, VectorPrompt
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import Stopper, embed_file, rerank_file, run_file, stream_file, vector_work
@@ -21,6 +23,8 @@ from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, ve
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.conftest import SynthFactory
 
 N_ROWS = 1200
 """More than two groups."""
@@ -145,6 +149,16 @@ def test_texts_go_to_the_engine_in_groups_with_the_settings(engine: Any, table: 
     assert np.load(out).shape == (N_ROWS, 4)
 
 
+def test_group_of_long_texts_is_small(
+    engine: Any, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_work, "N_GROUP_CHARS", 10 * len("row 1"))
+    embed_file(table, table.with_name("out.npy"), engine=engine, column="text", limit=10)
+    assert [n for n, _ in engine.asked if n] == [10]
+    embed_file(table, table.with_name("all.npy"), engine=engine, column="text", limit=25)
+    assert max(n for n, _ in engine.asked) == 10
+
+
 def test_stopped_run_goes_on_where_it_ended(engine: Any, table: Path) -> None:
     out, stop = table.with_name("out.npy"), Stopper(lambda words: None)
     counts = []
@@ -219,6 +233,7 @@ def test_changed_setting_does_not_continue(engine: Any, table: Path) -> None:
         ({"column": "body"}, r"in\.csv: there is no column 'body'; the columns are: name, text$"),
         ({"column": "text", "template": "{text}"}, "column or template"),
         ({"column": "text", "report": "r.html"}, "report has no effect"),
+        ({"column": "text", "is_raw": True}, "is_raw has no effect"),
         ({"column": "text", "pooling": "rank"}, "pooling must be"),
         ({"column": "text", "truncate": "middle"}, "truncate must be"),
         ({"column": "text", "dimensions": 0}, "dimensions must be"),
@@ -376,3 +391,48 @@ def test_rerank_keeps_a_file_that_came_meanwhile(
     with pytest.raises(ConfigError, match="exists already"):
         rerank_file(table, out, "abc", engine=engine)
     assert out.read_text() == "mine\n"
+
+
+def test_setting_without_an_effect_on_scores_is_refused(engine: Any, table: Path) -> None:
+    out = table.with_name("out.csv")
+    settings: dict[str, Any] = {"errors": "e.csv", "max_time_s": 1, "retry_errors": True}
+    for name, value in settings.items():
+        with pytest.raises(ConfigError, match=f"{name} has no effect"):
+            rerank_file(table, out, "abc", engine=engine, column="text", **{name: value})
+
+
+def test_rerank_reads_no_more_than_its_limit(engine: Any, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "in.txt")
+    with fifo.open("r+b", buffering=0) as writer:  # never ends
+        writer.write(b"abc\nxyz\nab\n" * 100)
+        out = tmp_path / "out.csv"
+        assert rerank_file(fifo, out, "abc", engine=engine, limit=2).n_items == 2
+
+
+@pytest.mark.parametrize("as_scores", [False, True])
+def test_chat_is_no_text_to_embed_or_score(
+    synth: SynthFactory, tmp_path: Path, as_scores: bool
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    source.write_text(f'{{"prompt": "Hi"}}\n{json.dumps(chat)}\n')
+    with cbatch.load(synth("bert-rerank" if as_scores else "bert")) as engine:
+        done = (
+            rerank_file(source, out, "Hi", engine=engine)
+            if as_scores
+            else embed_file(source, out, engine=engine)
+        )
+    assert done.n_failed == 1
+    [error] = [line["error"] for line in lines_of(out) if line["error"]]
+    assert "not a chat" in error
+
+
+def test_pipe_that_begins_with_a_wrong_line_may_ask_for_embeddings(
+    engine: Any, tmp_path: Path
+) -> None:
+    source = requests(tmp_path / "lines", {"input": "abc"})
+    os.mkfifo(fifo := tmp_path / "in.jsonl")
+    with fifo.open("r+b", buffering=0) as writer:
+        writer.write(b"{bad\n" + source.read_bytes())
+        done = run_file(fifo, tmp_path / "out.jsonl", engine=engine, limit=1, format="openai")
+    assert done.errors == {"invalid_json_line": 1}
