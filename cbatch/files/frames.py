@@ -76,6 +76,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         ConfigError: no table, no row, two columns of one name, or a template or columns that do not fit.
     """
     check_engine(engine)
+    check_flag("raise_errors", raise_errors)  # before answers would be lost
     asking = Asking(
         check_string("template", template),
         check_string("system", system),
@@ -106,7 +107,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     results, end = _results(response)
     answers = _answers(tuple(errors), results, len(frame), layout, f"not run: {end}")
     columns = [[row[i] for row in answers] for i in range(len(layout.added))]
-    if check_flag("raise_errors", raise_errors):
+    if raise_errors:
         _raise_first(columns[[*layout.types].index("error")])
     return frame.with_columns(layout, columns)  # type: ignore[no-any-return]
 
@@ -180,7 +181,9 @@ class _PandasFrame:
             yield {name: self._known(value) for name, value in row if name in columns}, None
 
     def _known(self, value: object) -> object:
-        """Return a cell's value; None for the missing values of pandas."""
+        """Return a cell's value; None for the missing values of pandas, a list for what Parquet has as one."""
+        if getattr(value, "ndim", 0):
+            value = value.tolist()  # type: ignore[attr-defined]  # an array of NumPy
         if value is self._pandas.NA or value is self._pandas.NaT:
             return None
         return None if isinstance(value, float) and math.isnan(value) else value

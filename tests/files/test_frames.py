@@ -6,8 +6,10 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 import cbatch
@@ -237,3 +239,21 @@ def test_table_has_the_columns_that_are_asked_for(
     assert [str(text) for text in only["response"]] == ["red", "blue"]
     with pytest.raises(ConfigError, match="keep_columns has 'm'"):
         run_table(table, engine=engine, keep_columns=["m"], **said)
+
+
+def test_frame_read_from_parquet_holds_chats_as_arrays(
+    engine: cbatch.Engine, tmp_path: Path
+) -> None:
+    chats = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Bye"}]]
+    pa.parquet.write_table(pa.table({"messages": chats}), tmp_path / "chats.parquet")
+    found = run_table(pd.read_parquet(tmp_path / "chats.parquet"), engine=engine)
+    assert found["error"].isna().all()
+    row = pd.DataFrame({"a": [np.arange(2000)]})  # of which NumPy shows the ends alone
+    assert "the prompt has" in run_table(row, engine=engine, template="{a}")["error"][0]
+
+
+def test_wrong_flag_is_refused_before_anything_runs(engine: cbatch.Engine) -> None:
+    n_before = engine.stats().n_output_tokens
+    with pytest.raises(ConfigError, match="raise_errors"):
+        run_table(pa.table({"prompt": ["Hi"]}), engine=engine, raise_errors="yes")  # type: ignore[arg-type]
+    assert engine.stats().n_output_tokens == n_before
