@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
@@ -105,15 +105,23 @@ def _records(
     """
     start = n_whole = n_lines = 0
     for n_lines, line in enumerate(file, 1):
-        known = None
-        with suppress(InputLineError):
-            record = load(line if line.endswith(b"\n") else b"")
-            n_whole += 1
-            known = _known(record, f"{path}, line {n_lines}", encoder)
-        yield start, line, known
+        record = _whole(line)
+        n_whole += record is not None
+        place = f"{path}, line {n_lines}"
+        yield start, line, None if record is None else _known(record, place, encoder)
         start += len(line)
     if n_lines and not n_whole:
         raise ConfigError(f"{path}: no line of it is a whole record, so nothing is adopted")
+
+
+def _whole(line: bytes) -> Mapping[str, object] | None:
+    """Return the object of a line; None for one that is torn."""
+    try:
+        return load(line if line.endswith(b"\n") else b"")
+    except InputLineError:
+        return None
+    except RecursionError:  # which no record is, but a line of another program may be
+        return {}
 
 
 def _known(record: Mapping[str, object], place: str, encoder: TraceableEncoder) -> Known | None:

@@ -188,6 +188,7 @@ def test_answers_to_rows_as_lines_are_adopted(engine: Engine, tmp_path: Path) ->
         '{"id": "a", "prompt": "mine"}\n',
         '{"mine": 1}\n',
         "mine\n",
+        '{"id": ' + "[" * 500 + "]" * 500 + "}\n",
         "no line",
         '{"custom_id": "a", "id": "batch_req_1", "response": {"request_id": "req_1"}}\n',
     ],

@@ -220,6 +220,8 @@ def test_added_columns_get_a_number_where_the_table_has_such(tmp_path: Path) -> 
     path = write(tmp_path / "in.csv", "text,response,response_2\nx,old,older\n")
     [row] = table(records(path))
     assert (row["response"], row["response_2"], row["response_3"]) == ("old", "older", "Hi!")
+    layout = AnswerColumns(("text", "error"), output_column="error_2")
+    assert len({*layout.added}) == len(layout.types)
 
 
 def test_row_that_is_wrong_or_failed_is_written_with_its_error(tmp_path: Path) -> None:

@@ -193,7 +193,10 @@ class AnswerColumns:
 
     def names_beside(self, columns: Collection[str]) -> tuple[str, ...]:
         """Return the names of the answer's columns beside others."""
-        return tuple(_free(name, columns) for name in self.types)
+        names: list[str] = []
+        for name in self.types:
+            names.append(_free(name, (*columns, *names)))
+        return tuple(names)
 
     def answer(self, result: BatchResult) -> tuple[object, ...]:
         """Return the values of the answer's columns."""
