@@ -1,6 +1,7 @@
 """`cbatch bench`: measures a model on this machine, compared with other programs."""
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ import typer
 
 from cbatch.cli.completion import among, among_several
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import MODEL_OPTION, Given, in_panel, model_argument, one_model, takes
+from cbatch.cli.option_table import (
+    MODEL_OPTION,
+    Given,
+    in_panel,
+    in_reach,
+    model_argument,
+    one_model,
+    takes,
+)
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
@@ -155,7 +164,9 @@ def bench(
         _side("The model's name on the servers of --against.", "the first listed", metavar="NAME"),
     ] = None,
     api_key: Annotated[str | None, _side("API key for --against.", "none", metavar="KEY")] = None,
-    timeout_s: Annotated[float, _side("Seconds to wait for a server's answer.", min=0.001)] = 600.0,
+    timeout_s: Annotated[
+        float, _side("Seconds to wait for a server's answer.", min=0.001, callback=in_reach)
+    ] = 600.0,
     json_file: Annotated[
         Path | None, _file("Write all figures to this file.", "none", "--json")
     ] = None,
@@ -224,6 +235,7 @@ def bench(
     tell = bool if quiet else say
     if texts := _vector_workloads(workload, prompt_tokens, common_tokens):
         _refuse(
+            "embeddings and rerank",
             requests=requests,
             rate=rate,
             output_tokens=output_tokens,
@@ -238,6 +250,14 @@ def bench(
         named = _sides(sides, beside, of_texts=True)
         _measure_vectors(texts_plan, named, model, given.engine_settings(), beside, files, tell)
         return
+    if requests is not None:
+        _refuse(
+            "--requests, which have sizes of their own",
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            common_tokens=common_tokens,
+            count=count,
+        )
     from cbatch.bench.comparison import ComparisonPlan  # slow to import
 
     loads = _loads(at_once, rate)
@@ -424,7 +444,7 @@ def _span(name: str, text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, _, high = text.partition("-")
-    if not low.isdecimal() or not (high or low).isdecimal():
+    if not re.fullmatch("[0-9]{1,99}(-[0-9]{0,99})?", text):
         raise ConfigError(
             f"{name} must be a number of tokens, or a range such as 32-256, not {text!r}"
         )
@@ -458,13 +478,11 @@ def _vector_workloads(
     return [vector_workload(name, own=own, n_common=n_common) for name in found]
 
 
-def _refuse(**given: Any) -> None:
-    """Raise a `ConfigError` for an option that is given and has no effect on embeddings."""
+def _refuse(on: str, **given: Any) -> None:
+    """Raise a `ConfigError` for an option that is given and has no effect on something."""
     for name, value in given.items():
         if value:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect on embeddings and rerank: leave it out"
-            )
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect on {on}: leave it out")
 
 
 def _measure_vectors(

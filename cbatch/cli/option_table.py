@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -22,6 +23,7 @@ from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.support.checks import (
+    MAX_TIME_S,
     check_choice,
     check_flag,
     check_float,
@@ -139,12 +141,17 @@ def named_adapters(given: list[str] | None) -> dict[str, str] | None:
 
 def number_or_word(text: str | None) -> int | str | None:
     """Return a number that is written in digits, other text as it is."""
-    return int(text) if text is not None and text.isdecimal() else text
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,99}", text) else text
 
 
 def model_of(ctx: typer.Context, model: Path | None) -> Any:
     """Return the model that an option or argument names. Nothing is downloaded during shell completion."""
     return model if ctx.resilient_parsing else local_model(model)
+
+
+def in_reach(param: typer.CallbackParam, value: float) -> float:
+    """Return a time that a process can wait: the system refuses longer ones, and infinity."""
+    return check_float(str(param.name), value, 0.0, MAX_TIME_S)
 
 
 def shares_of(text: str | None) -> list[float] | None:

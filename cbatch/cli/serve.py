@@ -26,6 +26,7 @@ from cbatch.cli.option_table import (
     Given,
     Option,
     in_panel,
+    in_reach,
     name_of,
     names_in,
     number_or_word,
@@ -156,7 +157,8 @@ def serve(
         ),
     ] = False,
     grace_s: Annotated[
-        float, _http("Seconds for calls in flight to end at shutdown.", min=0)
+        float,
+        _http("Seconds for calls in flight to end at shutdown.", min=0, callback=in_reach),
     ] = 30.0,
     tls_cert: Annotated[Path | None, _http("A certificate file, for https.", "none")] = None,
     tls_key: Annotated[Path | None, _http("The certificate's key file.", "in --tls-cert")] = None,
@@ -378,7 +380,7 @@ def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
             )
         return [key] if key and key.strip() else []
     with reading(f"--api-key-file {file}"):
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key]
     if not keys:

@@ -111,21 +111,10 @@ def synth(
     if full_every is not None and not (SHAPES[shape].n_window if window is None else window):
         raise ConfigError("--full-every needs a sliding window: give --window, too")
     check_new(output, force=force)
-    if mmproj is not None:
-        from cbatch.bench.synthetic_projector import write_projector
-
-        width = n_embd or SHAPES[shape].n_embd
-        path = write_projector(output, width, kind=mmproj, seed=seed)
-        say(
-            f"{path}: {path.stat().st_size:,} bytes, {mmproj} for a model of width {width}, seed {seed}"
-        )
-        return
-    tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
     asked: dict[str, Any] = {
         "type": type,
-        "n_vocab": n_vocab if tokenizer is None else tokenizer.n_tokens,
+        "n_vocab": n_vocab,
         "n_layer": n_layer,
-        "n_embd": n_embd,
         "n_head": n_head,
         "n_kv_head": n_kv_head,
         "n_ff": n_ff,
@@ -135,7 +124,24 @@ def synth(
         "n_window": window,
         "full_every": full_every,
     }
-    sizes = replace(SHAPES[shape], **{k: v for k, v in asked.items() if v is not None})
+    given_sizes = {name: value for name, value in asked.items() if value is not None}
+    if mmproj is not None:
+        if names := [*given_sizes, *(["vocab"] if vocab else [])]:
+            raise ConfigError(f"a projector has no {', '.join(names)}: leave them out, or --mmproj")
+        from cbatch.bench.synthetic_projector import write_projector
+
+        width = n_embd or SHAPES[shape].n_embd
+        path = write_projector(output, width, kind=mmproj, seed=seed)
+        say(
+            f"{path}: {path.stat().st_size:,} bytes, {mmproj} for a model of width {width}, seed {seed}"
+        )
+        return
+    if n_embd is not None:
+        given_sizes["n_embd"] = n_embd
+    tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
+    if tokenizer is not None:
+        given_sizes["n_vocab"] = tokenizer.n_tokens
+    sizes = replace(SHAPES[shape], **given_sizes)
     with ended_softly(), bar(of_bytes=True) as show:
         path = write_model(output, sizes, tokenizer=tokenizer, seed=seed, force=force, show=show)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")

@@ -13,6 +13,7 @@ from cbatch.cli.option_table import (
     MODEL_OPTION,
     OPTIONS,
     Given,
+    in_reach,
     model_argument,
     one_model,
     option,
@@ -49,7 +50,8 @@ def tune(
     model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     minutes: Annotated[
-        float, option(min=0.01, help="Begin no new measurement after so many minutes.")
+        float,
+        option(min=0.01, callback=in_reach, help="Begin no new measurement after so many minutes."),
     ] = 15.0,
     at_once: Annotated[
         int | None, option(min=1, max=4096, help="Requests at once.", default="as many as slots")

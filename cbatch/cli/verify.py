@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
+from cbatch.cli.option_table import (
+    MODEL_OPTION,
+    Given,
+    in_reach,
+    model_argument,
+    one_model,
+    option,
+    takes,
+)
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import write_whole
@@ -32,7 +40,12 @@ def verify(
     ] = None,
     parallel: Annotated[int, option(help="Sequences at once.", min=2, max=256)] = 4,
     timeout_s: Annotated[
-        float, option(help="Most seconds for each model; then its process is killed.", min=1)
+        float,
+        option(
+            help="Most seconds for each model; then its process is killed.",
+            min=1,
+            callback=in_reach,
+        ),
     ] = 600.0,
     count: Annotated[
         int,

@@ -55,7 +55,7 @@ def started(
 @pytest.mark.real
 def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n\nother\n")
+    keys.write_text("\ufeffother\n\nsecret\n")  # with the mark that some editors write
     with started(test_model, "--api-key-file", str(keys)) as process:
         assert process.stderr is not None
         line = process.stderr.readline()

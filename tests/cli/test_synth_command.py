@@ -65,6 +65,7 @@ def test_synth_with_wrong_values_names_them_and_writes_nothing(tmp_path: Path) -
         (("--window", "8", "--full-every", "3"), "full_every must be 2 … n_layer"),
         (("--shape", "mamba", "--window", "8"), "mamba models have no sliding window"),
         (("--vocab", tmp_path / "none.gguf"), "none.gguf: cannot be read: No such file"),
+        (("--mmproj", "llava", "--n-layer", "2"), "a projector has no n_layer"),
         (("--vocab", Path(__file__)), "test_synth_command.py: is not a GGUF file"),
         (("--shape", "8b", "--type", "f32", "--n-layer", "512"), "bytes of disk"),
     ):
