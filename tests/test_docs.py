@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import cbatch
-from cbatch.bench.cases import CASES, run_case
+from cbatch.bench.cases import present, run_case
 from cbatch.bench.sides import check_kinds
 from cbatch.bench.text_work import VECTOR_WORKLOADS
 from cbatch.bench.workloads import WORKLOADS
@@ -82,7 +82,7 @@ def parse_measurement(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         for name in asked["workload"].split(","):
             assert name in {*WORKLOADS, *VECTOR_WORKLOADS}
         check_kinds((asked["sides"] or "engine").split(","))
-        assert asked["case"] in (None, "NAME", *CASES)
+        assert asked["case"] in (None, "NAME", *present())
         return
     really = ArgumentParser.parse_args
 

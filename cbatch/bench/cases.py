@@ -5,43 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from types import ModuleType
 
 from cbatch.errors import ConfigError
 
-_EXPERIMENTS = (
-    *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "repack", "huge_pages", "exact_price", "prompt_lengths"),
-    *(
-        "stall",
-        "samplers",
-        "constraints",
-        "prompt_scores",
-        "continuations",
-        "first_tokens",
-        "speculation",
-        "replicas",
-        "neighbours",
-        "beside_loops",
-        "row_threads",
-        "idle_engine",
-        "random_load",
-        "side_job",
-        "http_load",
-        "http_faults",
-    ),
-    *("batch_files", "queues", "calls", "ray_bench"),
-)
 _FOLDER = "cbatch.bench.experiments"
 _TOOLS = ("step_costs", "simulate", "simulate_nodes")
-
-CASES = (*_EXPERIMENTS, *_TOOLS)
-"""Modules, each of which runs as `python -m cbatch.bench.experiments.NAME`, too; tools as `cbatch.bench.NAME`."""
+_NO_CASE = "sampler_bench"
+"""A module of the folder that has no `main`: `samplers` is its case."""
 
 
 def present() -> tuple[str, ...]:
-    """Return the cases that can run: without a checkout or a source distribution, the tools alone."""
-    return _TOOLS if find_spec(_FOLDER) is None else CASES
+    """Return the cases that can run: without a checkout or a source distribution, the tools alone.
+
+    A case is a module that runs as `python -m cbatch.bench.experiments.NAME`, too; a tool as `cbatch.bench.NAME`.
+    """
+    if find_spec(_FOLDER) is None:
+        return _TOOLS
+    modules = iter_modules(import_module(_FOLDER).__path__)
+    return (*(module.name for module in modules if module.name != _NO_CASE), *_TOOLS)
 
 
 def _module(name: str) -> ModuleType:
@@ -60,11 +43,11 @@ def run_case(name: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such case, or only a checkout has it.
     """
-    if name not in CASES:
-        raise ConfigError(f"unknown case {name!r}; known are {', '.join(CASES)}")
-    if name not in present():
+    if name not in (known := present()):
         raise ConfigError(
-            f"case {name} is only in a checkout of cbatch, not in the installed package; how to set one up: "
-            "docs/understand/contributing.md"
+            f"unknown case {name!r}; known are {', '.join(known)}"
+            if len(known) > len(_TOOLS)
+            else f"case {name!r} is not in the installed package, which has {', '.join(known)}; others are in a "
+            "checkout of cbatch, see docs/understand/contributing.md"
         )
     _module(name).main(list(words))

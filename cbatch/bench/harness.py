@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -85,6 +85,18 @@ def beside(work: Callable[[threading.Event], object]) -> Iterator[None]:
         thread.join()
 
 
+@contextmanager
+def busy_loops(n_loops: int) -> Iterator[None]:
+    """Run this number of programs during the block, each of which keeps one thread busy."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_loops)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def median(values: Iterable[float], n_digits: int = 3) -> float:
     """Return the median, rounded."""
     return round(statistics.median(values), n_digits)
@@ -128,15 +140,6 @@ def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
 
     with llama_log().captured():
         return run_in_fresh_thread(opened)
-
-
-def command_again(script: str, *words: str) -> list[str]:
-    """Return the command that runs a script, a file, in a process of its own with the modules of this process."""
-    path = [os.path.abspath(p) for p in sys.path]
-    code = (
-        f"import runpy, sys; sys.path[:] = {path}; runpy.run_path({script!r}, run_name='__main__')"
-    )
-    return [sys.executable, "-c", code, *words]
 
 
 def emit(**values: Any) -> None:

@@ -19,7 +19,7 @@ _MIN_FREE = 2**30
 """Bytes of memory below which even small models find no room for their cells. Our choice."""
 
 _SPINS_MOST = 100_000
-"""Rounds of spinning above which waiting threads take a core from others. Source: `bench.experiments.neighbours`."""
+"""Rounds of spinning above which waiting threads take a core from others. Source: docs/understand/performance.md."""
 
 _REBUILD = (
     "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"

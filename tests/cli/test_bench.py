@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cbatch.bench import comparison
-from cbatch.bench.cases import CASES
+from cbatch.bench.cases import present
 from cbatch.bench.server_process import served
 from cbatch.bench.sides import KINDS
 from cbatch.bench.text_work import VECTOR_WORKLOADS
@@ -35,7 +35,7 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
     shown = invoke("bench", "--list")
     assert shown.exit_code == 0
     lines = {line.split()[0]: line for line in shown.stdout.splitlines() if line.startswith("  ")}
-    assert lines.keys() == {*WORKLOADS, *VECTOR_WORKLOADS, *KINDS, *CASES}
+    assert lines.keys() == {*WORKLOADS, *VECTOR_WORKLOADS, *KINDS, *present()}
     assert all(len(line.split()) > 2 for line in lines.values())
 
 
@@ -51,10 +51,15 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--rate", "inf"), "rate must be numbers of requests a second"),
         (("--prompt-tokens", "9-8"), "the smaller number first, not 9-8"),
         (("--prompt-tokens", "many"), "prompt_tokens must be a number of tokens"),
+        (("--prompt-tokens", "9" * 5000), "prompt_tokens must be a number of tokens"),
+        (
+            ("--requests", "own", "--prompt-tokens", "9"),
+            "--prompt-tokens has no effect on --requests",
+        ),
         (("--against", "ftp://a"), "ftp://a: is not a server's URL"),
         (("--api-key", "a"), "--against-model and --api-key need --against"),
         (("--llama-server", "/no/where"), "/no/where: is not a file"),
-        (("--case", "speed"), "unknown case 'speed'; known are staggered"),
+        (("--case", "speed"), "unknown case 'speed'; known are batch_files"),
         (("--json", "."), "is a directory: give a file"),
         (("--html", "no/a.html"), "no/a.html: the folder no does not exist"),
         (("--svg", "no/a.svg"), "no/a.svg: the folder no does not exist"),

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.harness import command_again, parser, show
+from cbatch.bench.harness import parser, show
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file
@@ -29,6 +29,7 @@ from cbatch.files.output.target import encoder
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage
+from cbatch.support.processes import command_of
 
 _ANSWER = BatchResult(
     "0", "An answer.", (1,), "length", None, Usage(8, 1), Timings(0, 0, 0, None, None), seed=0
@@ -91,7 +92,9 @@ def measure(way: str, n: int, folder: Path) -> tuple[float, float]:
     if not source.exists():
         write_requests(source, n)
     output = folder / f"{n}.{way}.jsonl"
-    command = command_again(__file__, "--child", way, str(source), str(output))
+    command = command_of(
+        "cbatch.bench.experiments.batch_files", "--child", way, str(source), str(output)
+    )
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, n_kib = map(float, printed.split())
     return n / seconds, n_kib / 1024

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.bench.experiments.neighbours import busy_loops
-from cbatch.bench.harness import CHAIN, FIRST_TOKEN, emit, parser, ratios, take_turns
+from cbatch.bench.harness import (
+    CHAIN,
+    FIRST_TOKEN,
+    busy_loops,
+    emit,
+    parser,
+    ratios,
+    take_turns,
+)
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.support.processes import command_of

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from cbatch.bench.experiments.neighbours import busy_loops
-from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.harness import busy_loops, emit, median, parser, ratios, take_turns
 from cbatch.bench.model_text import model_text
 from cbatch.bench.side_process import options_of
 from cbatch.bench.workloads import read_requests
