@@ -23,7 +23,7 @@ from cbatch.support.processes import command_of, environment
 from cbatch.support.taken_cores import my_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from cbatch.bench.text_work import TextCall
     from cbatch.bench.vector_process import Rows
@@ -452,16 +452,8 @@ def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None
     raise SideError(f"llama-server did not start: {said[-1] if said else process.args!r}")
 
 
-def check_kinds(names: Sequence[str]) -> None:
-    """Raise a `ConfigError` for a side that is none."""
+def check_kinds(names: Sequence[str], known: Collection[str] = KINDS) -> None:
+    """Raise a `ConfigError` for a side that is none of those that are known."""
     for name in names:
-        if name not in KINDS:
-            raise ConfigError(f"unknown side {name!r}; known are {', '.join(KINDS)}")
-
-
-def check_vector_kinds(names: Sequence[str]) -> None:
-    """Raise a `ConfigError` for a side that does not embed."""
-    for name in names:
-        if name not in VECTOR_KINDS:
-            known = ", ".join(VECTOR_KINDS)
-            raise ConfigError(f"side {name!r} has no embeddings: use {known}")
+        if name not in known:
+            raise ConfigError(f"unknown side {name!r}; known are {', '.join(known)}")

@@ -13,7 +13,7 @@ from cbatch.bench.sides import SideError, VectorSide
 from cbatch.bench.summary import Middle, TextTable, shown_middle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from cbatch.bench.text_work import TextCall, Tokenize, VectorWorkload
     from cbatch.bench.vector_process import Rows
@@ -69,7 +69,7 @@ class VectorComparison:
     """
 
     plan: VectorPlan
-    sides_of: Callable[[VectorWorkload], Sequence[VectorSide]]
+    sides_of: Callable[[VectorWorkload], Iterable[VectorSide]]
     tokenize: Tokenize
     say: Callable[[str], object]
     measured: list[VectorMeasured] = field(default_factory=list)

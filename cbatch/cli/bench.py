@@ -419,12 +419,12 @@ def _loads(at_once: str, rate: str | None) -> "list[Load]":
 
 
 def _sides(asked: str | None, beside: "Beside", *, of_texts: bool = False) -> list[str]:
-    from cbatch.bench.sides import check_kinds, check_vector_kinds
+    from cbatch.bench.sides import KINDS, VECTOR_KINDS, check_kinds
 
     alone = "engine,llama" if of_texts else "engine,one,llama,static,bare"
     beside_others = "engine,serve" if of_texts else "engine,serve,bare"
     named = _names(asked or (beside_others if beside.has_any else alone))
-    (check_vector_kinds if of_texts else check_kinds)(named)
+    check_kinds(named, VECTOR_KINDS if of_texts else KINDS)
     return named
 
 
@@ -496,11 +496,14 @@ def _measure_vectors(
 ) -> None:
     from cbatch.bench.model_text import model_text
     from cbatch.bench.vector_comparison import VectorComparison
-    from cbatch.cli.bench_vectors import VectorSides, check_fit
+    from cbatch.cli.bench_vectors import check_fit, vector_sides
 
     with model_text(None if model is None else str(model)) as text:
         check_fit(plan.workloads, text)
-        make = VectorSides(names, text, settings, beside, max(plan.loads))
+        at_once = max(plan.loads)
+        make = partial(
+            vector_sides, names=names, text=text, settings=settings, beside=beside, at_once=at_once
+        )
         comparison = VectorComparison(plan, make, text.tokenize, say_round)
         is_broken_off = _run(comparison)
     facts = {"model": text.path, "seed": plan.seed, "rounds": plan.n_rounds, **settings}

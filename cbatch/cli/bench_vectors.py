@@ -49,39 +49,27 @@ def _n_most(facts: ModelFacts) -> int:
     return facts.n_embed_max or facts.n_ctx_train
 
 
-class VectorSides:
-    """Makes the sides of a workload."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        text: ModelText,
-        settings: Mapping[str, Any],
-        beside: Beside,
-        at_once: int,
-    ) -> None:
-        self._names, self._text, self._beside = names, text, beside
-        self._settings, self._at_once = dict(settings), at_once
-
-    def __call__(self, workload: VectorWorkload) -> list[VectorSide]:
-        """Return them, ours first."""
-        return [*self._own(workload), *self._theirs(workload)]
-
-    def _own(self, workload: VectorWorkload) -> Iterator[VectorSide]:
-        for name in sorted(self._names, key=VECTOR_KINDS.index):
-            if name == "serve":
-                yield self._beside.ours(self._text, self._settings)
-            elif name == "engine" or not workload.n_query:
-                yield ProcessSide(_SIDE_NAMES.get(name, name), self._text.path, self._settings)
-
-    def _theirs(self, workload: VectorWorkload) -> Iterator[VectorSide]:
-        facts = self._text.facts
-        n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
-        n_window = min(n_window, _n_most(facts))
-        words = ["--reranking"] if workload.n_query else ["--embeddings"]
-        if not workload.n_query and facts.can_generate:
-            words += ["--pooling", facts.pooling]
-        if n_window > _N_UBATCH:
-            words += ["-b", str(n_window), "-ub", str(n_window)]
-        slots = {"parallel": self._at_once, "ctx_per_seq": max(n_window, _N_UBATCH)}
-        yield from self._beside.theirs(self._text, {**self._settings, **slots}, words)
+def vector_sides(
+    workload: VectorWorkload,
+    *,
+    names: Sequence[str],
+    text: ModelText,
+    settings: Mapping[str, Any],
+    beside: Beside,
+    at_once: int,
+) -> Iterator[VectorSide]:
+    """Yield the sides of a workload, ours first."""
+    for name in sorted(names, key=VECTOR_KINDS.index):
+        if name == "serve":
+            yield beside.ours(text, settings)
+        elif name == "engine" or not workload.n_query:
+            yield ProcessSide(_SIDE_NAMES.get(name, name), text.path, settings)
+    n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
+    n_window = min(n_window, _n_most(text.facts))
+    words = ["--reranking"] if workload.n_query else ["--embeddings"]
+    if not workload.n_query and text.facts.can_generate:
+        words += ["--pooling", text.facts.pooling]
+    if n_window > _N_UBATCH:
+        words += ["-b", str(n_window), "-ub", str(n_window)]
+    slots = {"parallel": at_once, "ctx_per_seq": max(n_window, _N_UBATCH)}
+    yield from beside.theirs(text, {**settings, **slots}, words)

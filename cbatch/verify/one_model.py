@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 
 from cbatch.backend.load.loader import describe_model, load_backend
 from cbatch.engine import Engine
@@ -18,7 +19,6 @@ from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult, TokenLogprob
 from cbatch.verify.findings import Finding
-from cbatch.verify.rate import output_rate
 
 _N_WINDOW = 512
 _N_PROMPTS = 8
@@ -104,6 +104,14 @@ def rounding_of(file_type: str) -> float:
     if file_type.startswith(("q", "iq", "mx", "tq")):
         return 1.0
     return {"f16": 0.05, "bf16": 0.1}.get(file_type, 0.02)
+
+
+def output_rate(engine: Engine, prompts: Sequence[Sequence[int]], n_output: int) -> float:
+    """Return the output tokens a second of these prompts together, with `n_output` tokens each."""
+    said = {"temperature": 0, "max_tokens": n_output, "ignore_eos": True}
+    start_s = perf_counter()
+    results = engine.run([BatchPrompt(tokens=t) for t in prompts], options=said).results()
+    return sum(len(r.token_ids) for r in results) / (perf_counter() - start_s)
 
 
 class _Tokens:

@@ -18,7 +18,7 @@ from cbatch.errors import UnsupportedTaskError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult
-from cbatch.verify.rate import output_rate
+from cbatch.verify.one_model import output_rate
 
 _SHORTEST, _LONGEST = 3, 600
 _N_OUTPUT, _N_TIMED = 12, 48

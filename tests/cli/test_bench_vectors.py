@@ -28,7 +28,7 @@ SHORT = ("--rounds", 1, "--count", 2, "--at-once", 2, "--prompt-tokens", "3-12")
         (("--warm",), "--warm has no effect"),
         (("--no-stream",), "--no-stream has no effect"),
         (("--html", "a.html"), "--html has no effect"),
-        (("--sides", "bare"), "side 'bare' has no embeddings: use engine, serve, llama"),
+        (("--sides", "bare"), "unknown side 'bare'; known are engine, serve, llama"),
         (("--common-tokens", "9"), "texts of embed have no common tokens"),
     ],
 )

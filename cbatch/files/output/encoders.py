@@ -236,10 +236,6 @@ class VectorColumns(AnswerColumns):
         found: Any = result.origin
         return found[0][0].embedding, result.usage.prompt_tokens, None
 
-    def no_answer(self, message: str) -> tuple[object, ...]:
-        """Return these values for an item without an embedding."""
-        return None, None, message
-
 
 class ScoreColumns(AnswerColumns):
     """The columns of a table with scores: those of the input, then those of the score."""
@@ -253,10 +249,6 @@ class ScoreColumns(AnswerColumns):
             return self.no_answer(str(result.error))
         found: Any = result.origin
         return float(found[0][0].score), None
-
-    def no_answer(self, message: str) -> tuple[object, ...]:
-        """Return these values for an item without a score."""
-        return None, message
 
 
 def _plain_value(value: Any) -> object:
