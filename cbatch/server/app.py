@@ -208,10 +208,8 @@ def _middleware(desk: Desk) -> list[Middleware]:
 async def _not_routed(request: Request, error: Exception) -> Response:
     """Answer a path or a method that is not there."""
     status = getattr(error, "status_code", 500)
-    messages = {
-        404: f"there is no {request.url.path}",
-        405: f"{request.method} is not a method of {request.url.path}",
-    }
+    path = request.scope["path"]  # not `request.url`, which cannot be made of every host
+    messages = {404: f"there is no {path}", 405: f"{request.method} is not a method of {path}"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = messages.get(status, str(getattr(error, "detail", error)))
     headers = getattr(error, "headers", None) or {}

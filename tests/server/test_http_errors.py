@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 import pytest
@@ -206,6 +207,13 @@ def test_paths_and_methods_that_are_not_there_have_the_same_body(app: Starlette)
     assert answer.headers["allow"] == "POST"
     error = error_of(call(app, "/v1/models/none"), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_path_that_is_not_there_is_told_whatever_the_host(app: Starlette) -> None:
+    for host in ("localhost", "[1.2.3.4]", "[:::]", ""):
+        for path in ("/v1/nothing", "/a?b#c"):
+            answer = call(app, quote(path), headers={"host": host})
+            assert error_of(answer, 404)["message"] == f"there is no {path}"
 
 
 @pytest.mark.parametrize(
