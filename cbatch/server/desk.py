@@ -32,6 +32,7 @@ from cbatch.server.pulse import EngineQuestion, Pulse
 from cbatch.server.server_settings import MIB, ServerSettings
 from cbatch.support.checks import shown
 from cbatch.support.logs import Log
+from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,6 +89,8 @@ class Visit:
     """What is held of its answer."""
     is_computed: bool = False
     """Whether the engine has nothing more to do for it."""
+    n_reserved: int = 0
+    """Sequences for which batches leave slots."""
 
     def end(self, problem: HttpProblemError) -> None:
         """End the call: its client gets `problem`. In the event loop."""
@@ -152,7 +155,13 @@ async def keep_asking(newest: Callable[[], Desk]) -> None:
     """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
     while True:
         await anyio.sleep(_ASK_S)
-        await newest().pulse.ask()
+        desk = newest()
+        desk.free_slots()
+        try:
+            await desk.pulse.ask()
+        except RuntimeError as error:
+            if not is_lack_of_threads(error):
+                raise
 
 
 class Desk:
@@ -173,6 +182,8 @@ class Desk:
         self._visits: dict[int, Visit] = {}
         self.n_in_flight = 0
         """Sequences of all calls that are being answered."""
+        self._n_reserved = 0
+        """Sequences of these for which batches leave slots."""
         self._n_questions = 0
         """Number of clients' questions that the engine has not answered."""
         self._sizes: EngineSizes | None = None
@@ -306,8 +317,8 @@ class Desk:
 
     @property
     def n_open(self) -> int:
-        """Sequences of all calls that the engine has not ended."""
-        return sum(visit.n_open for visit in self._visits.values())
+        """Sequences of all calls that the engine has not ended. From any thread."""
+        return sum(visit.n_open for visit in [*self._visits.values()])
 
     @contextmanager
     def visit(self, n_sequences: int, n_slots: int) -> Iterator[Visit]:
@@ -325,17 +336,27 @@ class Desk:
         self.answers.check(self._wait_s(1, n_slots))
         visit = Visit(n_sequences, self.clock())
         self._visits[id(visit)] = visit
-        self._count(n_sequences)
+        self.n_in_flight += n_sequences
+        self._reserve(visit, n_sequences)
         try:
             with self.answers.held(visit.end) as visit.held:
                 yield visit
         finally:
             del self._visits[id(visit)]
-            self._count(-n_sequences)
+            self.n_in_flight -= n_sequences
+            self._reserve(visit, 0)
 
-    def _count(self, n_sequences: int) -> None:
-        self.n_in_flight += n_sequences
-        self.room.set_calls(self.n_in_flight)
+    def _reserve(self, visit: Visit, n_sequences: int) -> None:
+        """Have batches leave slots for so many sequences of a call."""
+        self._n_reserved += n_sequences - visit.n_reserved
+        visit.n_reserved = n_sequences
+        self.room.set_calls(self._n_reserved)
+
+    def free_slots(self) -> None:
+        """Let batches have the slots of calls that are computed, however slowly they are read."""
+        for visit in self._visits.values():
+            if visit.n_reserved and not visit.n_open:
+                self._reserve(visit, 0)
 
     def _check_queue(self, n_sequences: int, n_slots: int, n_limit: int) -> None:
         """Raise a `HttpProblemError` where so many sequences more would make the queue too long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -203,13 +204,14 @@ class Exchange:
     ) -> T:
         """Return what `work` returns, done in one of `threads`. Raises as `aside`. The body has been read."""
         limiter, borrower = threads.limiter, object()
-        await self._wait_for_turn(limiter, borrower)
         try:
+            await self._wait_for_turn(limiter, borrower)
             await self._check_stays()
             alone = anyio.CapacityLimiter(1)  # not that of all threads: it has its turn
             return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=alone)
         finally:
-            limiter.release_on_behalf_of(borrower)
+            with suppress(RuntimeError):  # it was cancelled before its turn
+                limiter.release_on_behalf_of(borrower)
 
     async def _wait_for_turn(self, limiter: anyio.CapacityLimiter, borrower: object) -> None:
         if self._is_watched or limiter.available_tokens:  # whoever watches cancels this

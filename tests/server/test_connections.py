@@ -18,6 +18,7 @@ from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
 from cbatch.bench.experiments.http_faults import MOMENTS, vanish_all
 from cbatch.bench.experiments.http_load import heard, request
 from cbatch.bench.server_process import n_open_files
@@ -35,8 +36,11 @@ from tests.server.clients import (
     running,
     wait_until,
 )
+from tests.server.kept import begun, ended, kept_app, line, lines
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cbatch.bench.experiments.http_load import Heard
 
 ASKED = {"messages": USER, "max_tokens": 2, "seed": 1}
@@ -491,6 +495,19 @@ def test_slow_reader_takes_no_place_in_the_queue() -> None:
             with server.client() as client:
                 assert client.post(CHAT, json=ASKED).status_code == 200
             wait_until(lambda: desk.n_in_flight == 1)  # the slow one is still there
+
+
+@pytest.mark.real
+def test_slow_reader_holds_up_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.server.desk._ASK_S", 0.01)
+    asked = request(CHAT, {**LONG, "stream": True})
+    with kept_app(tmp_path, Engine(FakeBackend(1, 4096))) as app, running(app) as server:
+        with_small_buffers(server)
+        desk = app.state.desk
+        with connected(server, asked, 4096):
+            wait_until(lambda: desk.n_in_flight == 1 and desk.n_open == 0)
+            assert ended(app, begun(app, lines(line("a"))))["status"] == "completed"
+            assert desk.n_in_flight == 1
 
 
 @pytest.mark.real

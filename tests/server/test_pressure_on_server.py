@@ -6,9 +6,10 @@ import json
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 
@@ -19,7 +20,7 @@ from cbatch.response import Timings, Usage
 from cbatch.runtime.waking import call_soon_here
 from cbatch.server import create_app
 from cbatch.server.desk import Desk
-from cbatch.server.exchange import Threads
+from cbatch.server.exchange import CallRecord, Exchange, Threads
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.meters import Meters
 from cbatch.server.server_settings import ServerSettings
@@ -198,6 +199,37 @@ def test_call_with_many_prompts_holds_no_thread_that_others_need(
         assert many().status_code == 200
 
 
+async def asks_nothing() -> Any:
+    await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("n_later", range(8))
+def test_turn_of_a_call_that_is_ended_goes_to_the_next(n_later: int) -> None:
+    """It is ended so many rounds of the event loop after its turn has come."""
+    threads = Threads(f"turn_{n_later}", 1)
+
+    async def main() -> float:
+        scope = {**scope_of("/"), "state": {"record": CallRecord()}}
+        first, limiter = object(), threads.limiter
+        await limiter.acquire_on_behalf_of(first)
+        exchange, calls = Exchange(scope, asks_nothing, asks_nothing), anyio.CancelScope()
+
+        async def ask() -> None:
+            with calls:
+                await exchange.in_turn(threads, bool)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            limiter.release_on_behalf_of(first)
+            for _ in range(n_later):
+                await anyio.lowlevel.checkpoint()
+            calls.cancel()
+        return limiter.available_tokens
+
+    assert anyio.run(main) == 1
+
+
 # ---- silence ----
 
 
@@ -349,6 +381,29 @@ def test_refused_client_is_told_when_there_will_be_room_for_its_prompt() -> None
         with pytest.raises(HttpProblemError) as told:
             anyio.run(main)
     assert (told.value.status, told.value.headers["retry-after"]) == (429, "8")
+
+
+def test_open_sequences_are_counted_while_calls_come() -> None:
+    """A thread counts them for `/health`."""
+    with Engine(FakeBackend(2, 256)) as engine:
+        desk = Desk(engine, ServerSettings())
+
+        async def main() -> int:
+            with ExitStack() as stack:
+
+                class Joined:
+                    """A response while whose sequences are counted another call comes."""
+
+                    @property
+                    def n_open(self) -> int:
+                        stack.enter_context(desk.visit(1, 2))
+                        return 1
+
+                for _ in range(3):
+                    stack.enter_context(desk.visit(1, 2)).response = cast("Any", Joined())
+                return desk.n_open
+
+        assert anyio.run(main) == 3
 
 
 def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:

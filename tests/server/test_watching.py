@@ -18,10 +18,12 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.runtime.step_record import SlotState
 from cbatch.server import pulse
+from cbatch.server.desk import keep_asking
 from cbatch.server.meters import Histogram
 from cbatch.server.pulse import EngineQuestion, Pulse
 from cbatch.stats import EngineStats, Percentiles
 from cbatch.support.logs import FIELDS
+from tests.no_threads import NoThreads
 from tests.runtime.backends import PATIENCE_S, GatedBackend, n_commands
 from tests.server.clients import (
     CHAT,
@@ -402,6 +404,24 @@ def test_prompt_tokens_are_progress() -> None:
     silence(figures, some, 0.0, 10.0)
     figures.found.n_prompt_tokens += 1
     assert silence(figures, some, 20.0) == 0.0
+
+
+def test_lack_of_threads_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.server.desk._ASK_S", 0.001)
+    threads, some = NoThreads(monkeypatch, "AnyIO"), Figures().pulse()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            desk: Any = SimpleNamespace(pulse=some, free_slots=bool)
+            tasks.start_soon(keep_asking, lambda: desk)
+            with anyio.fail_after(PATIENCE_S):
+                while some.answer is None:
+                    threads.is_over = threads.n_refused > 1
+                    await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main)
+    assert threads.n_refused > 1
 
 
 def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
