@@ -9,6 +9,7 @@ from typing import Any
 
 from cbatch.chat.openai_format import chat_tokens
 from cbatch.engine import Engine
+from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult
@@ -26,6 +27,9 @@ from cbatch.support.model_facts import ModelFacts
 
 DIALECT = Dialect(own=("prompt", "response_fields"), defaults=OF_TEXT)
 """Without `n_predict`, an answer may fill the window."""
+
+_N_PATHS = 128
+"""Most paths of `response_fields`, and characters of each: our choice; each is looked up in every choice."""
 
 _STOP_TYPES = {"stop": "eos", "length": "limit", "window": "limit"}
 """llama-server's words for finish reasons; an answer that a stop string has ended is `word`, others are `none`."""
@@ -212,7 +216,11 @@ def wanted_in(body: Mapping[str, Any]) -> Sequence[str]:
     """Return the paths of `response_fields`; none for a whole answer. Raises a `HttpProblemError`."""
     name = "response_fields"
     with field_errors(name):
-        return () if body.get(name) is None else strings_of(name, body[name])
+        paths = () if body.get(name) is None else strings_of(name, body[name])
+        if len(paths) > _N_PATHS or any(len(path) > _N_PATHS for path in paths):
+            words = f"at most {_N_PATHS} paths of at most {_N_PATHS} characters"
+            raise ConfigError(f"{name} must have {words}")
+    return paths
 
 
 # ---- prompts: a text, tokens, both mixed, an object with a text, or a list of these ----

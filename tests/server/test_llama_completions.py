@@ -119,10 +119,11 @@ def test_response_fields_are_the_only_ones(app: Starlette) -> None:
     asked = {**ASKED, "response_fields": wanted}
     body = call(app, COMPLETION, asked).json()
     last = parts_of(call(app, COMPLETION, {**asked, "stream": True}))[-1]
-    error = error_of(call(app, COMPLETION, {**ASKED, "response_fields": 3}), 400)
     assert body.keys() == last.keys() == {"content", "generation_settings/n_predict"}
     assert body["generation_settings/n_predict"] == 4
-    assert error["param"] == "response_fields"
+    for wrong in (3, [str(i) for i in range(200)], ["a/" * 100]):
+        error = error_of(call(app, COMPLETION, {**ASKED, "response_fields": wrong}), 400)
+        assert error["param"] == "response_fields"
 
 
 # ---- infill ----
