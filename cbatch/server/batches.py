@@ -32,6 +32,7 @@ from cbatch.server.batch_room import BatchRoom, ItemGate
 from cbatch.server.batch_store import BatchStore, Page, new_file_id
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
+from cbatch.support.checks import MAX_KEY_LENGTH
 from cbatch.support.logs import Log
 from cbatch.support.thread_start import start, started
 
@@ -514,7 +515,7 @@ class Batches:
         self._check_open()
         if batch.status == "cancelling":
             return
-        batch.n_total, batch.model = found.n_items, found.model or None
+        batch.n_total, batch.model = found.n_items, found.model[:MAX_KEY_LENGTH] or None
         if not found.n_items:
             self._fail(job, [_problem("empty_file", "the file has no requests")])
         elif found.problems:

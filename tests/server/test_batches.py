@@ -161,6 +161,15 @@ def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
     assert "max_line_bytes" not in told
 
 
+def test_long_names_in_lines_are_cut_in_what_a_batch_tells(kept: Starlette) -> None:
+    long = "x" * 100_000
+    failed = ended(kept, begun(kept, lines({**line("a"), long: 1})))
+    (error,) = failed["errors"]["data"]
+    assert max(len(error["param"]), len(error["message"])) <= 2000
+    batch = ended(kept, begun(kept, lines(line("a", model=long, messages=USER))))
+    assert (batch["request_counts"]["failed"], batch["model"]) == (1, "x" * 1024)
+
+
 @pytest.mark.parametrize(
     ("data", "code", "words"),
     [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _N_MESSAGE = 2000
-"""Characters of a message: our choice; a message may quote a value that is as long as a line."""
+"""Characters of a message or a name: our choice; each may be as long as a line."""
 
 _UNLABELLED = "line-"
 _N_ID = 40  # characters of an id in a label: our choice
@@ -68,7 +68,7 @@ class InputLineError(Exception):
     """A line that gives no prompt; caught where the item is made."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        self.error = ItemError(code, cut(message, _N_MESSAGE), param)
+        self.error = ItemError(code, cut(message, _N_MESSAGE), param and cut(param, _N_MESSAGE))
         super().__init__(message)
 
 
@@ -87,7 +87,7 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
         return ItemError("invalid_json_line", f"its values are nested more than {MAX_DEPTH} deep")
     message = cut(str(error), _N_MESSAGE)
     if isinstance(error, UnsupportedOptionError):
-        return ItemError("unsupported_parameter", message, error.option)
+        return ItemError("unsupported_parameter", message, cut(error.option, _N_MESSAGE))
     word = re.match(r"\w*", message)
     return ItemError("invalid_request", message, word[0] if word and word[0] in names else None)
 
