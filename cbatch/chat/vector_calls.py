@@ -105,6 +105,10 @@ class VectorCall(ABC):
         """Return where a text stands in the request."""
         return f"{self.prompt_field}[{i_text}]"
 
+    def place_of_result(self, i_result: int) -> str:
+        """Return where the text of a result stands, of all results one after another."""
+        return self.place(i_result)
+
 
 def n_tokens_of(results: Sequence[Sequence[Any]]) -> int:
     """Return the tokens of all texts."""
@@ -112,7 +116,7 @@ def n_tokens_of(results: Sequence[Sequence[Any]]) -> int:
 
 
 def error_in(results: Sequence[Sequence[Any]]) -> tuple[int, CBatchError] | None:
-    """Return the first text without a result, by its place among all, and its error."""
+    """Return the first result that is an error, by its place among all, and the error."""
     flat = [result for some in results for result in some]
     return next(((i, r.error) for i, r in enumerate(flat) if r.error is not None), None)
 
@@ -396,6 +400,13 @@ class ScoreCall(VectorCall):
     def beginnings(self) -> dict[str, list[str]]:
         """The instruction, and the first text of each pair."""
         return {**super().beginnings, "text_1": [first for first, _ in self.pairs]}
+
+    def place_of_result(self, i_result: int) -> str:
+        """Return where a text stands: those of equal first texts are scored together, and all first texts embedded."""
+        if self.reranks:
+            return self.place([i for places in self._places.values() for i in places][i_result])
+        i_side, i_pair = divmod(i_result, len(self.pairs))
+        return f"text_{i_side + 1}[{i_pair}]"
 
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer."""

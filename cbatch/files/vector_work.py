@@ -318,7 +318,7 @@ class VectorRun:
             wrong = error_in(found)
         result = result_of(id, found, time.perf_counter() - group.start_s)
         if wrong is not None and len(call.texts) > 1:
-            return replace(result, error=_placed(wrong[1], call.place(wrong[0])))
+            return replace(result, error=_placed(wrong[1], call.place_of_result(wrong[0])))
         return result
 
 

@@ -84,8 +84,8 @@ class VectorQuestion:
         found: Any = result.origin
         if result.error is None:
             return ServedReply(200, self._call.body(found, self._model))
-        i_text, _ = error_in(found) or (0, None)
-        return _refusal(problem_at(self._call, i_text, result.error), self._endpoint)
+        i_result, _ = error_in(found) or (0, None)
+        return _refusal(problem_at(self._call, i_result, result.error), self._endpoint)
 
 
 def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engine) -> Ask:

@@ -132,11 +132,11 @@ def call_of(
     return call, ignored
 
 
-def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblemError:
-    """Return what a client is told of a text without a result."""
+def problem_at(call: VectorCall, i_result: int, error: CBatchError) -> HttpProblemError:
+    """Return what a client is told of a result that is an error."""
     if isinstance(error, ConfigError) and not isinstance(error, UnsupportedTaskError):
         return _of_field(error, type(call))
-    place = call.place(i_text)
+    place = call.place_of_result(i_result)
     problem = problem_of(error, re.split(r"\W", place, maxsplit=1)[0])
     if isinstance(error, PromptTooLongError):  # clients search for the first words
         is_cut = "truncate" in call.settings

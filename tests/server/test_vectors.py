@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.chat.vector_calls import ScoreCall
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from tests.runtime.backends import GatedBackend, in_thread
@@ -111,6 +112,28 @@ def test_text_that_is_too_long_has_openais_error() -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     assert error["message"].startswith(f"This model's maximum context length is {N_LIMIT} tokens")
     assert f"input[1] has {N_LIMIT + 1} tokens: shorten it, or give truncate" in error["message"]
+
+
+OVER = "a" * (N_LIMIT + 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [(["p", "q"], ["a", OVER], "text_2[1]"), (["p", OVER], ["a", "b"], "text_1[1]")],
+)
+def test_text_of_a_pair_that_is_too_long_is_named(
+    first: list[str], second: list[str], place: str
+) -> None:
+    with vector_app(VectorEngine(can_rerank=False)) as app:
+        error = error_of(call(app, SCORE, {"text_1": first, "text_2": second}), 400)
+    assert error["param"] == place.partition("[")[0]
+    assert f"{place} has" in error["message"]
+
+
+def test_results_of_pairs_are_those_of_each_first_text() -> None:
+    asked = ScoreCall.of({"text_1": ["p", "q", "p"], "text_2": ["a", "b", "c"]})
+    places = [asked.place_of_result(i) for i in range(3)]
+    assert places == ["text_2[0]", "text_2[2]", "text_2[1]"]
 
 
 SAME = {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "}
