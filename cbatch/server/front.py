@@ -179,7 +179,10 @@ class Front:
         old.desk.end_visits(reloading())
         await _until(lambda: not old.n_calls, _LAST_S)
         self._served.remove(old)
-        await self._close(old.desk.engine)
+        try:
+            await self._close(old.desk.engine)
+        except Exception as error:  # whatever failed, the new model serves
+            _log.warn("the old model could not be closed: %s", words_of(error))
         self._state = "none"
 
     async def _replaced(self, renewal: Renewal) -> _RunningApp:

@@ -81,7 +81,8 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
     if not (exchange.owner or _is_local(exchange)):
         message = "without API keys, the model can be reloaded only from the server's own machine"
         raise HttpProblemError(403, message, "not_local")
-    has_body = exchange.headers.get(b"content-length", b"0") != b"0"
+    headers = exchange.headers
+    has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
     name = (await body_of(desk, exchange)).get("model") if has_body else None
     if name not in (None, desk.model_name):
         message = (

@@ -88,8 +88,10 @@ def test_new_calls_get_the_new_model() -> None:
     models.may_load.clear()
     with served(models) as server, server.client() as client:
         assert window(client) == 256
-        other = error_of(client.post(LOAD, json={"model": "/etc/passwd"}), 404)
-        assert other["code"] == "model_not_found"
+        named, kind = json.dumps({"model": "/etc/passwd"}).encode(), "application/json"
+        for content in (named, iter([named])):  # the second is sent in chunks
+            other = client.post(LOAD, content=content, headers={"content-type": kind})
+            assert error_of(other, 404)["code"] == "model_not_found"
         told = client.post(LOAD, json={"model": "cbatch"}).json()
         assert told == {"success": True, "model": "cbatch"}
         assert client.get("/health").json()["reload"] == "loading"
@@ -148,6 +150,26 @@ def test_load_that_fails_keeps_the_old_model() -> None:
         assert client.post(LOAD).status_code == 200
         until_done(client)
         assert window(client) == 512
+
+
+def test_old_model_that_cannot_be_closed_ends_no_reloads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, close, n_closes = Models(), Engine.close, [0]
+
+    def failing(engine: Engine, **how: Any) -> None:
+        close(engine, **how)
+        n_closes[0] += 1
+        if n_closes[0] == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Engine, "close", failing)
+    with served(models) as server, server.client() as client:
+        for _ in range(2):
+            assert client.post(LOAD).status_code == 200
+            until_done(client)
+    assert "the old model could not be closed: can't start new thread" in caplog.messages
+    assert len(models.loaded) == 2
 
 
 def test_calls_wait_while_applications_change_and_health_does_not(
