@@ -338,7 +338,7 @@ class BatchStore:
         folder = self.folder_of(batch)
         folder.mkdir(0o700)
         try:
-            _link(requests, folder / "requests.jsonl")
+            self._link_requests(requests, folder / "requests.jsonl")
             for place in (folder, self._folder.work):
                 sync_folder(place)
             self.count_again()  # some file systems have no links: then it is a copy
@@ -346,6 +346,13 @@ class BatchStore:
             self._remove_work(batch)
             raise
         return batch
+
+    def _link_requests(self, requests: Path, place: Path) -> None:
+        try:
+            _link(requests, place)
+        except FileNotFoundError:
+            self._folder.check()
+            raise not_there("File", requests.name) from None
 
     def enter(self, batch: StoredBatch) -> None:
         """Have a batch that was made listed; where that fails, nothing of it stays."""

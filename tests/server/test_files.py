@@ -294,6 +294,21 @@ def test_file_that_has_expired_is_gone_and_makes_room(tmp_path: Path) -> None:
     store.close()
 
 
+def test_batch_over_a_file_that_has_just_been_deleted_is_not_made(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "kept", 100)
+    with pytest.raises(HttpProblemError, match="No such File object: file-1") as told:
+        store.new_batch(
+            tmp_path / "file-1",
+            60,
+            endpoint=CHAT,
+            input_file_id="file-1",
+            completion_window="60s",
+        )
+    assert told.value.status == 404
+    assert [*(tmp_path / "kept" / "work").iterdir()] == []
+    store.close()
+
+
 def test_sum_of_the_files_is_kept_and_not_asked_of_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
