@@ -5,7 +5,6 @@ Source of the names: vLLM's v1 metrics; llama.cpp tools/server.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from cbatch.runtime.waking import call_soon_here
 from cbatch.server.batch_index import ENDED
 from cbatch.server.meters import ITL_S, Histogram, Meters
 
@@ -274,13 +274,13 @@ class Exposition(Collector):
         """What this round of the event loop has made; empty if nobody asked in it."""
 
     def text(self) -> bytes:
-        """Return all metrics in the text format 0.0.4. To be called in an event loop of asyncio.
+        """Return all metrics in the text format 0.0.4. To be called in an event loop.
 
         All that ask in one round of the loop get the same text: it takes some milliseconds, for which all clients wait.
         """
         if not self._text:
             self._text = generate_latest(self.registry)
-            asyncio.get_running_loop().call_soon(self._forget)
+            call_soon_here()(self._forget)
         return self._text
 
     def _forget(self) -> None:

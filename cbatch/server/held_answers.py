@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,9 @@ class HeldAnswer:
         self._of_all.add(self, n_bytes)
 
     def end_soon(self, problem: HttpProblemError) -> None:
-        """End the call. From any thread."""
-        self._call_soon(partial(self._end, problem))
+        """End the call. From any thread; no effect where its event loop has ended."""
+        with suppress(RuntimeError):
+            self._call_soon(partial(self._end, problem))
 
 
 class HeldAnswers:

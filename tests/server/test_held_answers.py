@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
 from cbatch import Engine
+from cbatch.server.held_answers import HeldAnswer, HeldAnswers
 from cbatch.server.http_errors import HttpProblemError
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, PATIENCE_S, USER, fake_app
@@ -127,6 +128,17 @@ def test_vectors_that_wait_for_their_client_count() -> None:
 
     with vector_app() as app:
         anyio.run(main, app)
+
+
+def test_answer_of_an_event_loop_that_ended_disturbs_no_engine() -> None:
+    answers = HeldAnswers(1)
+    with ExitStack() as held:
+
+        async def begin() -> HeldAnswer:
+            return held.enter_context(answers.held(lambda problem: None))
+
+        anyio.run(begin).add(2 * MIB)
+    assert not answers.n_bytes
 
 
 def test_small_answers_take_little() -> None:

@@ -102,7 +102,8 @@ def test_one_application_answers_in_loops_of_both_kinds(app: Starlette) -> None:
         for is_streamed in (False, True)
     ]
     assert [answer.status_code for answer in answers] == [200] * 6
-    assert call(app, "/health", backend="trio").status_code == 200
+    for path in ("/health", "/metrics", "/slots"):
+        assert call(app, path, backend="trio").status_code == 200
 
 
 def test_times_have_draft_tokens_where_there_were_some() -> None:
