@@ -127,15 +127,17 @@ def _extra_tokens(
     def head(name: str) -> list[int]:
         return [fim["sep"], *tokens_of(f"{name}\n")] if "sep" in fim else tokens_of(_SNIPPET)
 
-    found = head("filename") if "sep" in fim else []
+    parts = [head("filename") if "sep" in fim else []]  # the last comes first
+    n_tokens = len(parts[0])
     for file in reversed(files):
-        if len(found) >= n_most:
+        if n_tokens >= n_most:
             break
-        found = [*head(file.filename), *tokens_of(file.text), *found]
+        parts.append([*head(file.filename), *tokens_of(file.text)])
+        n_tokens += len(parts[-1])
         yield
     if "rep" in fim:
-        found = [fim["rep"], *tokens_of("myproject\n"), *found]
-    return _last(found, n_most)
+        parts.append([fim["rep"], *tokens_of("myproject\n")])
+    return _last([token for part in reversed(parts) for token in part], n_most)
 
 
 def _last(tokens: list[int], n: int) -> list[int]:
