@@ -363,7 +363,7 @@ def _say_ready(ctx: typer.Context, *texts: str) -> None:
 
 
 def _check_installed() -> None:
-    for name in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
+    for name in ("starlette", "uvicorn", "httptools", "prometheus_client", "python_multipart"):
         if find_spec(name) is None:
             raise ConfigError(
                 f'serve needs packages that are not installed ({name}): pip install ".[server]" in a clone of cbatch'

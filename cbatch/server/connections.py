@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
+from cbatch.server.plain_requests import PlainRequestParser
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     import socket
     import ssl
-
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _log = Log("cbatch.server")
 
@@ -52,7 +51,6 @@ _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]+")
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
     HTTPStatus.METHOD_NOT_ALLOWED: "this server is not a proxy",
-    HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
 }
 
 
@@ -71,12 +69,6 @@ class ConnectionLimits:
     n_header_bytes: int = 2**16
     header_timeout_s: float = 20.0
     send_timeout_s: float = 60.0
-
-
-if TYPE_CHECKING:
-    _Parser = H11Protocol
-else:
-    _Parser = AutoHTTPProtocol  # httptools' where that is installed
 
 
 class _Flow(FlowControl):
@@ -128,7 +120,7 @@ class Chunks:
         return len(data)
 
 
-class GuardedProtocol(_Parser):
+class GuardedProtocol(HttpToolsProtocol):
     """A connection that uvicorn reads, within limits; what is not HTTP is told in JSON.
 
     It reads one request at a time: bytes behind a request wait, unread, until that one is answered.
@@ -140,14 +132,7 @@ class GuardedProtocol(_Parser):
     ) -> None:
         """Make one of limits, of a certificate for TLS, and of what uvicorn gives to its own."""
         super().__init__(**given)
-        if hasattr(self, "parser"):  # httptools'
-            from cbatch.server.plain_requests import PlainRequestParser
-
-            self.parser = PlainRequestParser(self)
-        else:
-            from cbatch.server.plain_h11 import PlainConnection
-
-            self.conn = PlainConnection(limits.n_header_bytes)
+        self.parser = PlainRequestParser(self)
         self._limits = limits
         self._tls = tls
         self._handshake: asyncio.Task[None] | None = None
@@ -329,16 +314,16 @@ class GuardedProtocol(_Parser):
                 self._refuse(status, _WHY[status])
 
     def on_headers_complete(self) -> None:
-        """Begin a request. Called by httptools, which adds trailers to the headers later: these are dropped."""
+        """Begin a request. The parser adds trailers to the headers later: these are dropped."""
         if self.parser.should_upgrade():  # it is parsed again, as a plain one
             return
-        super().on_headers_complete()  # type: ignore[misc]
+        super().on_headers_complete()
         self.headers = []
 
     def on_message_complete(self) -> None:
-        """End the body of a request. Called by httptools."""
+        """End the body of a request."""
         if not self.parser.should_upgrade():
-            super().on_message_complete()  # type: ignore[misc]
+            super().on_message_complete()
             self.cycle.more_body = False  # also where it was answered before
 
     def send_400_response(self, msg: str) -> None:

@@ -184,7 +184,6 @@ def config_of(app: Front, tls: ssl.SSLContext | None, limits: ConnectionLimits) 
         ws="none",
         server_header=False,
         timeout_keep_alive=_IDLE_S,
-        h11_max_incomplete_event_size=limits.n_header_bytes,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
@@ -23,7 +20,7 @@ from cbatch.bench.experiments.http_faults import MOMENTS, vanish_all
 from cbatch.bench.experiments.http_load import heard, request
 from cbatch.bench.server_process import n_open_files
 from cbatch.errors import ConfigError
-from cbatch.server import connections, create_app, serving
+from cbatch.server import create_app
 from cbatch.server.serving import limits_for
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import (
@@ -49,19 +46,6 @@ LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_
 
 HEADER_S = 1.0
 """A limit within which a client that is in no hurry sends what it has; waited for where nothing more comes."""
-
-
-@pytest.fixture(params=["httptools", "h11"])
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package by which the server reads HTTP: httptools where it is installed, else h11."""
-    if request.param == "h11":
-        monkeypatch.setattr(auto, "AutoHTTPProtocol", H11Protocol)
-        spec = importlib.util.find_spec(connections.__name__)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(serving, "GuardedProtocol", module.GuardedProtocol)
 
 
 def rest_of(connection: socket.socket) -> Heard:
@@ -138,7 +122,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_broken_http_is_told_in_json_and_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), fake_app() as app, running(app) as server:
@@ -223,7 +206,6 @@ def test_request_for_an_upgrade_is_answered_as_any_other(
 INNER = b"GET /slots HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_request_inside_the_body_of_one_for_an_upgrade_is_not_served() -> None:
     head = POST + b"content-length: %d\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" % len(INNER)
@@ -257,16 +239,12 @@ def opened_at(server: Running) -> list[Any]:
 
 def n_kept_by(server: Running) -> int:
     """The bytes of requests, read or not, that wait in a server behind other requests."""
-    kept = 0
-    for one in opened_at(server):
-        kept += len(getattr(one, "_ahead", b"")) + len(PIPELINED) * len(
-            getattr(one, "pipeline", ())
-        )
-        kept += len(one.conn.trailing_data[0]) if hasattr(one, "conn") else 0
-    return kept
+    return sum(
+        len(getattr(one, "_ahead", b"")) + len(PIPELINED) * len(one.pipeline)
+        for one in opened_at(server)
+    )
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
     n_behind, backend = 500, GatedBackend(1, 256, hold_at=0)
@@ -278,7 +256,7 @@ def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
         connected(server, sent) as one,
     ):
         backend.wait_until_held()
-        assert not any(getattr(one, "pipeline", ()) for one in opened_at(server))
+        assert not any(one.pipeline for one in opened_at(server))
         assert server.server.server_state.total_requests == 0
         backend.release()
         got = rest_of(one).data
@@ -287,7 +265,6 @@ def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
     assert got.index(b"HTTP/1.1 400") < got.index(b"is_processing")
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_requests_that_come_faster_than_they_are_answered_are_not_kept() -> None:
     n_most = 2**16 + 2 * 2**18  # the limit, and what one read brings over it, by the parser too
@@ -303,7 +280,6 @@ def test_requests_that_come_faster_than_they_are_answered_are_not_kept() -> None
     assert 0 < most <= n_most
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_client_that_leaves_with_requests_behind_each_other_gives_up_all(
@@ -353,7 +329,6 @@ REFUSED: dict[str, tuple[bytes, set[int], str]] = {
 """What is sent; the statuses, as the parser has them; and words of the answer."""
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_request_of_another_meaning_to_others_is_refused() -> None:
     for name, (sent, statuses, words) in REFUSED.items():
@@ -369,7 +344,6 @@ def test_request_of_another_meaning_to_others_is_refused() -> None:
         assert b"is_processing" not in got.data
 
 
-@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_large_header_is_refused(is_ended: bool) -> None:
