@@ -199,7 +199,7 @@ def test_call_with_many_prompts_holds_no_thread_that_others_need(
         assert many().status_code == 200
 
 
-async def asks_nothing() -> Any:
+async def asks_nothing(*message: Any) -> Any:
     await anyio.sleep_forever()
 
 
