@@ -7,17 +7,23 @@ export const base = new URL("..", import.meta.url);
 
 const KEY = `cbatch key of ${base.pathname}`;
 
+let known = null; // the key where the browser stores none
+
 export function key() {
   try {
-    return sessionStorage.getItem(KEY) ?? "";
+    return sessionStorage.getItem(KEY) ?? known ?? "";
   } catch {
-    return "";
+    return known ?? "";
   }
 }
 
 export function setKey(value) {
-  if (value) sessionStorage.setItem(KEY, value);
-  else sessionStorage.removeItem(KEY);
+  known = value;
+  try {
+    sessionStorage.setItem(KEY, value);
+  } catch {
+    // storage is off: the key is gone at a reload
+  }
 }
 
 /** An answer that is an error, or none at all: then `status` is 0. */

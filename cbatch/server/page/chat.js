@@ -247,7 +247,7 @@ export function usedTokens() {
 /** Show all turns; what is seen of those that stay, unfolded thoughts say, stays. */
 function render() {
   byId("turns").replaceChildren(...turns.map((turn) => viewOf(turn).node));
-  for (const turn of turns) viewOf(turn).refresh?.();
+  for (const turn of turns) if (turn.role === "assistant") viewOf(turn).showAll();
   byId("chat").classList.toggle("is-empty", turns.length === 0);
   if (!turns.length) byId("turns").append(beginning());
   showToEnd();
@@ -358,10 +358,6 @@ class AssistantView {
     };
     if (document.hidden) setTimeout(show, 250);
     else requestAnimationFrame(show);
-  }
-
-  refresh() {
-    this.showAll();
   }
 
   showAll() {
