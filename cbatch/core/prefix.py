@@ -13,7 +13,7 @@ from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.support.prefix_index import PrefixIndex, n_common
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
     from cbatch.core.books import KvLedger
     from cbatch.options import AdapterSet
@@ -82,8 +82,6 @@ class PrefixCache:
         self._can_trim, self._can_copy = memory.can_trim, memory.can_copy
         self._is_unified = memory.kind == "unified"
         self._index = PrefixIndex()
-        self._changed: dict[int, list[Hashable]] = {}
-        """Texts of slots and checkpoints that are not in the index yet; views share the index."""
         self._left_by: dict[Slot, tuple[int, list[Hashable]]] = {}
         """By slot: the number of the sequence that left its cells there, and their text."""
         self._used_at = [0] * ledger.n_slots
@@ -98,16 +96,13 @@ class PrefixCache:
         """Return a copy for a plan to change, with the plan's own ledger."""
         view = copy(self)
         view._ledger = ledger
-        view._changed, view._left_by = self._changed.copy(), self._left_by.copy()
+        view._index, view._left_by = self._index.copy(), self._left_by.copy()
         view._used_at, view.copied = self._used_at.copy(), self.copied.copy()
         view.checkpoints, view.loaded = self.checkpoints.view(), self.loaded.copy()
         return view
 
     def settle(self) -> None:
-        """Update the index, which views share. Call it only without a plan, or once the plan has run."""
-        for place, text in self._changed.items():
-            self._index.put(place, text)
-        self._changed.clear()
+        """Forget what a plan that was run has copied and loaded."""
         self.copied.clear()
         self.loaded.clear()
         self.checkpoints.settle()
@@ -121,17 +116,17 @@ class PrefixCache:
         n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
         self.forget(slot)
         if self.can_retain(driver):
-            self._changed[slot] = _text(driver, n_known)
+            self._index.put(slot, _text(driver, n_known))
 
     def retain(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
         """Record that a slot retains the first `n_cells` cells of a sequence that ended or left it."""
         text = _text(driver, n_cells)
         self._left_by[slot] = driver.number, text
-        self._changed[slot] = text[: driver.n_prompt + 1] if self._cuts else text
+        self._index.put(slot, text[: driver.n_prompt + 1] if self._cuts else text)
 
     def forget(self, slot: Slot) -> None:
         """Record that a slot is empty or holds nothing reusable."""
-        self._changed[slot] = []
+        self._index.remove(slot)
         self._left_by.pop(slot, None)
 
     def _use(self, slot: Slot) -> None:
@@ -167,14 +162,14 @@ class PrefixCache:
     def keep(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
         """Record a checkpoint of the first `n_cells` of a sequence's text; None if there is no room."""
         text = _text(driver, n_cells)
-        for place, n in self._alike_places(text).items():
+        for place, n in self._index.find(text).items():
             if place < 0 and n == len(text) and self.checkpoints.n_cells(place) == n_cells:
                 self.checkpoints.use(place)
                 return KeptCheckpoint(place)
         kept = self.checkpoints.add(n_cells)
         if kept is not None:
-            self._changed[kept.key] = text
-            self._changed.update((key, []) for key in kept.gone)
+            self._index.put(kept.key, text)
+            self._forget_all(kept.gone)
         return kept
 
     def adopt(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
@@ -182,7 +177,7 @@ class PrefixCache:
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return None
         kept = self.keep(driver, n_cells)
-        self.settle()
+        self.checkpoints.settle()
         return kept
 
     def checkpoint_in(self, driver: SequenceDriver, n_most: int) -> tuple[int, int] | None:
@@ -192,7 +187,7 @@ class PrefixCache:
         """
         if not self.checkpoints.is_on:
             return None
-        alike = self._alike_places(_text(driver, n_most))
+        alike = self._index.find(_text(driver, n_most))
         sizes = {key: self.checkpoints.n_cells(key) for key in alike if key < 0}
         fitting = [(n, key) for key, n in sizes.items() if n < alike[key]]
         if not fitting:
@@ -203,8 +198,11 @@ class PrefixCache:
 
     def drop(self, keys: Collection[int]) -> None:
         """Record that checkpoints are lost or dropped; other keys are ignored."""
-        if keys:
-            self._changed.update((key, []) for key in self.checkpoints.drop(keys))
+        self._forget_all(self.checkpoints.drop(keys))
+
+    def _forget_all(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._index.remove(key)
 
     def marks(self, driver: SequenceDriver, n_cells: int, found: PrefixMatch) -> tuple[int, ...]:
         """Return where a new sequence with `n_cells` cells leaves checkpoints; learn where turns of chats diverge.
@@ -266,19 +264,12 @@ class PrefixCache:
         if not self.can_retain(driver):
             return []
         text = [driver.request.adapters, *driver.tokens[: self._n_most(driver)]]
-        common = self._alike_places(text)
-        return sorted(((n - 1, place) for place, n in common.items()), key=lambda alike: -alike[0])
+        return [(n - 1, place) for place, n in self._index.find(text).items()]
 
     def common(self, adapters: AdapterSet, tokens: Sequence[int]) -> dict[Slot, int]:
         """Return for each slot with the same adapters how many leading tokens it has in common with a text."""
-        found = self._alike_places([adapters, *tokens])
+        found = self._index.find([adapters, *tokens])
         return {Slot(place): n - 1 for place, n in found.items() if place >= 0}
-
-    def _alike_places(self, text: Sequence[Hashable]) -> dict[int, int]:
-        """Return for each slot and checkpoint the length of the prefix it shares with a text, adapters included."""
-        found = {p: n for p, n in self._index.find(text).items() if p not in self._changed}
-        found.update((p, n_common(text, other)) for p, other in self._changed.items())
-        return {place: n for place, n in found.items() if n}
 
     def _best(
         self, driver: SequenceDriver, alike: Sequence[tuple[int, int]]

@@ -11,12 +11,14 @@ _N_BLOCK = 16
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """Tokens that follow the parent's tokens, and the places that end with them, in order of insertion."""
+    """Tokens that follow the parent's tokens, and the places whose text ends with them.
+
+    A branch does not know its parent, so that one that is removed is freed without the garbage collector.
+    """
 
     tokens: Sequence[Hashable]
-    parent: Branch | None
     children: dict[Hashable, Branch] = field(default_factory=dict)  # by first token
-    slots: dict[int, None] = field(default_factory=dict)
+    places: dict[int, None] = field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -26,41 +28,59 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._root = Branch([], None)
+        self._root = Branch([])
         self._ends: dict[int, Branch] = {}
 
-    def put(self, slot: int, tokens: Sequence[Hashable]) -> None:
+    def copy(self) -> PrefixIndex:
+        """Return an independent index of the same texts. The tokens are not copied."""
+        index = PrefixIndex()
+        twins = {id(self._root): index._root}
+        todo = [self._root]
+        while todo:
+            node = todo.pop()
+            twin = twins[id(node)]
+            for token, child in node.children.items():
+                other = Branch(child.tokens, places=child.places.copy())
+                twin.children[token] = twins[id(child)] = other
+                todo.append(child)
+        index._ends = {place: twins[id(node)] for place, node in self._ends.items()}
+        return index
+
+    def put(self, place: int, tokens: Sequence[Hashable]) -> None:
         """Set the tokens of a place; without tokens, remove the place."""
-        self.remove(slot)
+        self.remove(place)
         if not tokens:
             return
         node, i = self._root, 0
         while i < len(tokens):
             child = node.children.get(tokens[i])
             if child is None:
-                child = node.children[tokens[i]] = Branch(tokens[i:], node)
+                child = node.children[tokens[i]] = Branch(tokens[i:])
                 n = len(child.tokens)
             else:
                 n = n_common(child.tokens, tokens, i)
                 if n < len(child.tokens):
                     child = _split(node, child, n)
-            child.slots[slot] = None
             node, i = child, i + n
-        self._ends[slot] = node
+        node.places[place] = None
+        self._ends[place] = node
 
-    def remove(self, slot: int) -> None:
+    def remove(self, place: int) -> None:
         """Remove a place; an unknown one is ignored."""
-        node = self._ends.pop(slot, None)
-        while node is not None and node.parent is not None:
-            del node.slots[slot]
-            if not node.slots:
-                del node.parent.children[node.tokens[0]]
-            elif len(node.children) == 1:
-                self._join(node)
-            node = node.parent
+        end = self._ends.pop(place, None)
+        if end is None:
+            return
+        del end.places[place]
+        path = self._path_to(end)
+        while len(path) > 1 and not path[-1].places and len(path[-1].children) < 2:
+            node, parent = path.pop(), path[-1]
+            del parent.children[node.tokens[0]]
+            for child in node.children.values():  # at most one, which takes over the tokens
+                child.tokens = [*node.tokens, *child.tokens]
+                parent.children[child.tokens[0]] = child
 
     def find(self, tokens: Sequence[Hashable]) -> dict[int, int]:
-        """Return the length of each place's common prefix with `tokens`, longest first. Linear in the tokens."""
+        """Return the length of each place's common prefix with `tokens`, longest first. Linear in tokens and places."""
         path: list[tuple[int, Branch]] = []
         node, i = self._root, 0
         while i < len(tokens) and (child := node.children.get(tokens[i])) is not None:
@@ -71,23 +91,30 @@ class PrefixIndex:
                 break
             node = child
         found: dict[int, int] = {}
+        seen: Branch | None = None
         for n, node in reversed(path):
-            for slot in node.slots:
-                found.setdefault(slot, n)
-        return found
+            todo = [node]
+            while todo:
+                branch = todo.pop()
+                found.update(dict.fromkeys(branch.places, n))
+                todo += [child for child in branch.children.values() if child is not seen]
+            seen = node
+        in_order = [place for place in self._ends if place in found]
+        in_order.sort(key=found.__getitem__, reverse=True)  # stable
+        return {place: found[place] for place in in_order}
 
-    def _join(self, node: Branch) -> None:
-        """Merge a node with its only child, unless a place ends between the two."""
-        [child] = node.children.values()
-        if len(child.slots) < len(node.slots):
-            return
-        node.tokens = [*node.tokens, *child.tokens]
-        node.children = child.children
-        for grandchild in node.children.values():
-            grandchild.parent = node
-        for slot in node.slots:
-            if self._ends[slot] is child:
-                self._ends[slot] = node
+    def _path_to(self, end: Branch) -> list[Branch]:
+        """Return the branches from the root to `end`."""
+        path, rest = [self._root], [iter(self._root.children.values())]
+        while path[-1] is not end:
+            child = next(rest[-1], None)
+            if child is None:
+                path.pop()
+                rest.pop()
+            else:
+                path.append(child)
+                rest.append(iter(child.children.values()))
+        return path
 
 
 def n_common(tokens: Sequence[object], others: Sequence[object], start: int = 0) -> int:
@@ -109,8 +136,8 @@ def n_common(tokens: Sequence[object], others: Sequence[object], start: int = 0)
 
 def _split(parent: Branch, child: Branch, n: int) -> Branch:
     """Insert a node with the child's first `n` tokens between parent and child; return it."""
-    upper = Branch(child.tokens[:n], parent, slots=dict(child.slots))
+    upper = Branch(child.tokens[:n])
     parent.children[child.tokens[0]] = upper
-    child.tokens, child.parent = child.tokens[n:], upper
+    child.tokens = child.tokens[n:]
     upper.children[child.tokens[0]] = child
     return upper

@@ -12,6 +12,7 @@ from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, PrefixSource
 from cbatch.core.span import PromptCuts
 from cbatch.options import Grammar
+from cbatch.support import prefix_index
 from tests.helpers import (
     Rig,
     drive,
@@ -66,6 +67,25 @@ def drive_until(rig: Rig, id: str) -> None:
     """Step until a request has ended."""
     while id not in rig.results:
         step(rig)
+
+
+def test_newcomers_of_one_plan_are_not_compared_with_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_compared, n_common = 0, prefix_index.n_common
+
+    def counted(*args: Any) -> int:
+        nonlocal n_compared
+        n_compared += 1
+        return n_common(*args)
+
+    rig = make_rig(33)
+    rig.submit(*alike(33))
+    step(rig)
+    for name in ("cbatch.support.prefix_index.n_common", "cbatch.core.prefix.n_common"):
+        monkeypatch.setattr(name, counted)
+    assert len(entered(rig)) == 32
+    assert n_compared <= 4 * 32
 
 
 @pytest.mark.parametrize("n", [2, 4, 9])

@@ -122,6 +122,25 @@ def test_removed_slots_leave_an_empty_tree() -> None:
     assert n_tokens_in(index) == 0
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), TOKENS), max_size=40), TOKENS)
+@settings(max_examples=examples(100))
+def test_copy_and_original_change_on_their_own(
+    changes: list[tuple[int, bool, list[int]]], wanted: list[int]
+) -> None:
+    index, both = PrefixIndex(), (PrefixIndex(), PrefixIndex())
+    for slot, _, tokens in changes[:20]:
+        index.put(Slot(slot), tokens)
+        for plain in both:
+            plain.put(Slot(slot), tokens)
+    copied = index.copy()
+    for slot, is_of_copy, tokens in changes[20:]:
+        (copied if is_of_copy else index).put(Slot(slot), tokens)
+        both[is_of_copy].put(Slot(slot), tokens)
+    for each, plain in zip((index, copied), both, strict=True):
+        assert [*each.find(wanted).items()] == [*plain.find(wanted).items()]
+        assert n_tokens_in(each) == n_tokens_in(plain)
+
+
 class Counted(list[int]):
     """Tokens that count how many of them were looked at."""
 
