@@ -39,6 +39,8 @@ class ReplyText:
     """Parts of the text and tokens that were given out; None before the first chunk."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Those of the output so far, where they are asked for, made once for chunks and result."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of the prompt's scored tokens so far."""
 
     @classmethod
     def of(

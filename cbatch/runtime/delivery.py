@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.runtime.choices import Members
 from cbatch.runtime.mailbox import Parcel, refused
-from cbatch.runtime.output import make_logprobs, result_of, take_chunk
+from cbatch.runtime.output import make_logprobs, make_scores, result_of, take_chunk
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def deliver(
                     parcels.setdefault(target, ([], []))[0].append(chunk)
             elif driver.request.n_logprobs is not None:
                 make_logprobs(driver)
+            if driver.scores is not None:
+                make_scores(driver)
     for driver in ended:
         target, place, _ = routes.pop(driver.request.id)
         chunks, results = parcels.setdefault(target, ([], []))

@@ -16,7 +16,7 @@ from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob
 from cbatch.tools import call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import DraftCounts, TokenLogprobs
@@ -74,6 +74,15 @@ def make_logprobs(driver: SequenceDriver) -> None:
     """Make the log-probabilities of new tokens for the result: all at its end would hold up the other sequences."""
     driver.reply.feed(driver.output)
     _output_logprobs(driver)
+
+
+def make_scores(driver: SequenceDriver) -> Sequence[TokenLogprob]:
+    """Make the log-probabilities of newly scored tokens of the prompt; return all so far."""
+    made, scores = driver.reply.prompt_logprobs, driver.scores
+    if scores is not None and (new := scores.found[len(made) :]):
+        tokens = driver.given[1 + scores.first + len(made) :]
+        made += map(partial(_logprob, driver.reply.text.piece), tokens, new)
+    return made
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
@@ -205,8 +214,10 @@ def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
     n_top = driver.request.n_logprobs
     _, tokens = _echo(driver)
     for token, found in zip_longest(tokens, _scored_prompt(driver) or () if tokens else ()):
-        unknown = TokenLogprob(token, driver.reply.text.piece(token), math.nan)
-        yield replace(found, top=found.top[:n_top]) if found else unknown
+        if found is None:
+            yield TokenLogprob(token, driver.reply.text.piece(token), math.nan)
+        else:
+            yield _with_top(found, n_top)
 
 
 def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
@@ -215,7 +226,11 @@ def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] 
     n_top = options.prompt_logprobs
     if not found or n_top is None or n_top == options.n_prompt_logprobs:
         return found
-    return tuple(token and replace(token, top=token.top[:n_top]) for token in found)
+    return tuple(token and _with_top(token, n_top) for token in found)
+
+
+def _with_top(token: TokenLogprob, n_top: int | None) -> TokenLogprob:
+    return token if token.top == token.top[:n_top] else replace(token, top=token.top[:n_top])
 
 
 def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
@@ -226,9 +241,8 @@ def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | 
     if not driver.has_run:
         return ()
     n_before = 1 + (driver.scores.first if driver.scores else 0)
-    scored, scores = driver.given[n_before:], driver.scores.found if driver.scores else ()
-    found = map(partial(_logprob, driver.reply.text.piece), scored, scores)
-    n_behind = driver.n_given - n_before - len(scores)
+    found = make_scores(driver)
+    n_behind = driver.n_given - n_before - len(found)
     return (*[None] * n_before, *found, *[None] * n_behind)
 
 

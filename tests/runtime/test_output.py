@@ -160,7 +160,18 @@ def test_extension_that_never_ran_tells_of_no_token() -> None:
     assert (result_of(driver).token_ids, result_of(driver).logprobs) == ((), ())
 
 
-def test_scores_of_a_result_are_made_as_its_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n_prompt", "options"),
+    [
+        (1, {"max_tokens": 400, "logprobs": True}),
+        (401, {"max_tokens": 0, "prompt_logprobs": 2}),
+        (401, {"max_tokens": 1, "prompt_logprobs": 2, "logprobs": 2, "echo": True}),
+    ],
+    ids=["output", "prompt", "echo"],
+)
+def test_scores_of_a_result_are_made_as_its_tokens_come(
+    monkeypatch: pytest.MonkeyPatch, n_prompt: int, options: dict[str, Any]
+) -> None:
     n_made, made = [0], output._logprob
 
     def counted(*args: Any) -> TokenLogprob:
@@ -174,7 +185,7 @@ def test_scores_of_a_result_are_made_as_its_tokens_come(monkeypatch: pytest.Monk
     monkeypatch.setattr(output, "_logprob", counted)
     monkeypatch.setattr(loop, "deliver", delivered)
     with Engine(FakeBackend(1, 512)) as engine:
-        options = {"max_tokens": 400, "ignore_eos": True, "logprobs": True}
-        result = engine.submit(BatchPrompt(tokens=[1]), options=options).result()
-    assert len(result.logprobs or ()) == sum(n_made) == 400
+        prompt = BatchPrompt(tokens=[1] * n_prompt)
+        engine.submit(prompt, options={"ignore_eos": True, **options}).result()
+    assert sum(n_made) == 400 + (options["max_tokens"] == 1)
     assert max(n_made) < 100
