@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -221,9 +222,10 @@ def _of_ledger(ledger: KvLedger) -> Iterator[str]:
         yield f"slots with windows of {ledger.n_window} cells hold {ledger.n_cells} cells"
     n_used = sum(ledger.n_cells)
     if ledger.is_overcommitted:
-        n_used = sum({id(b): b.n for blocks in ledger.blocks for b in blocks}.values())
         held = [b for blocks in ledger.blocks for b in blocks]
-        if any(b.n < 1 or b.n_slots != held.count(b) for b in held):
+        n_used = sum({id(b): b.n for b in held}.values())
+        n_slots = Counter(map(id, held))
+        if any(b.n < 1 or b.n_slots != n_slots[id(b)] for b in held):
             yield "a block of cells is in another number of slots than its count says"
         if [sum(b.n for b in blocks) for blocks in ledger.blocks] != ledger.n_cells:
             yield f"slots hold {ledger.n_cells} cells, but their blocks have other lengths"
