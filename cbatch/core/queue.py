@@ -158,13 +158,14 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceDriver]] = []
+        self._numbers = count()
         self._n_ended = 0
 
     def add(self, driver: SequenceDriver) -> None:
         """Watch a sequence's deadline, if it has one."""
         deadline_s = driver.request.deadline_s
         if deadline_s < math.inf:
-            heapq.heappush(self._heap, (deadline_s, driver.number, driver))
+            heapq.heappush(self._heap, (deadline_s, next(self._numbers), driver))
 
     def pop_due(self, now: float) -> SequenceDriver | None:
         """Remove and return a sequence that is past its deadline and has not ended, or None."""

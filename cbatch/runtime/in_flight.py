@@ -6,8 +6,10 @@ import math
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.core.queue import Deadlines
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
 from cbatch.runtime.ids import RequestId, check_own, is_meant
@@ -49,8 +51,11 @@ class InFlight:
         self._texts = texts
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
-        self._late: deque[SequenceDriver] = deque()
+        self._late: dict[SequenceDriver, None] = {}
         """Those of them for which no thread waits, in order."""
+        self._late_deadlines = Deadlines()
+        self._next_look_s = math.inf
+        """When the deadlines of these are looked at; infinity for never."""
         self._n_late_limit = 0
         loop.admit_late = self._admit_late
         self._n_promised = 0
@@ -210,13 +215,15 @@ class InFlight:
 
         def submit() -> None:
             self._n_late_limit = n_limit
-            self._late.extend(drivers)
+            self._late.update(dict.fromkeys(drivers))
             self._admit_late()
+            for driver in drivers:
+                if driver in self._late:
+                    self._late_deadlines.add(driver)
+            self._look_in_time()
 
         self._outside.update((d.request.id, d) for d in drivers)
         self._loop.post(submit)
-        for deadline_s in {d.request.deadline_s for d in drivers} - {math.inf}:
-            self._loop.call_at(deadline_s, partial(self._enter_due, deadline_s))
 
     def _admit_late(self) -> None:
         """Queue sequences of `submit_late` for which there is room; all, once the loop is closed. Owner thread."""
@@ -224,14 +231,24 @@ class InFlight:
             n_room = self._room(self._n_late_limit)[1]
             if self._loop.is_closed:
                 n_room = len(self._late)
-            some = self._take_first(self._late, n_room)
-            if not some:
+            if not n_room:
                 return
-            self._enter(some)
+            self._enter([*islice(self._late, n_room)])
 
-    def _enter_due(self, deadline_s: float) -> None:
-        """Queue sequences whose time is over, which ends them. Owner thread."""
-        self._enter([d for d in self._late if d.request.deadline_s <= deadline_s])
+    def _look_in_time(self) -> None:
+        """Have the next deadline of late sequences looked at: one timer, however many there are. Owner thread."""
+        next_s = self._late_deadlines.next_s()
+        if next_s is not None and next_s < self._next_look_s:
+            self._next_look_s = next_s
+            with suppress(EngineClosedError):
+                self._loop.call_at(next_s, self._enter_due)
+
+    def _enter_due(self) -> None:
+        """Queue late sequences whose time is over, which ends them. Owner thread."""
+        self._next_look_s = math.inf
+        while (driver := self._late_deadlines.pop_due(self._clock())) is not None:
+            self._enter([driver])
+        self._look_in_time()
 
     def _take_first(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
         """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""
@@ -247,9 +264,14 @@ class InFlight:
 
     def _enter(self, drivers: Iterable[SequenceDriver]) -> None:
         """Queue the sequences among these that wait for room, whether there is room or not. Owner thread."""
-        newcomers = [d for d in drivers if self._is_outside(d)]
-        for driver in newcomers:
-            del self._outside[driver.request.id]
+        newcomers: list[SequenceDriver] = []
+        for driver in drivers:
+            if driver in self._late:
+                del self._late[driver]
+                self._late_deadlines.note_end()
+            if self._is_outside(driver):
+                del self._outside[driver.request.id]
+                newcomers.append(driver)
         if newcomers:
             self._loop.enqueue(newcomers)
             self._loop.waiters.wake()  # the submitting thread may wait for these alone

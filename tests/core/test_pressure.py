@@ -46,6 +46,7 @@ from tests.runtime.backends import (
     in_thread,
     is_room_awaited,
     is_threaded,
+    loop_of,
     n_commands,
     stats_of,
     streams,
@@ -456,6 +457,26 @@ def test_items_of_an_event_loop_that_wait_for_room_can_end(end: str) -> None:
             await anyio.to_thread.run_sync(first.cancel) if end != "close" else None
 
         anyio.run(submit)
+
+
+def test_deadlines_of_items_that_wait_for_room_need_one_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = ScheduleOptions(max_queue=0)
+    with engine_on(GatedBackend(2, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+        loop, timers = loop_of(engine), list[float]()
+        monkeypatch.setattr(loop, "call_at", lambda when_s, _: timers.append(when_s))
+
+        async def submit() -> None:
+            engine.run(prompts("a"))
+            late = [engine.run(prompts(str(i), timeout_s=1e5 + i)) for i in range(20)]
+            await anyio.to_thread.run_sync(wait_until, lambda: len(ids_outside(engine)) == 19)
+            await anyio.to_thread.run_sync(engine.cancel_all)
+            for response in late:
+                await response.gather(return_errors=True)
+
+        anyio.run(submit)
+        assert len(timers) == 1
 
 
 @thread_only(Reason.BY_HAND)
