@@ -154,20 +154,27 @@ class TextTooLongError(PromptTooLongError):
     """The text has more tokens than the model can embed; nothing is cut off unless `truncate` asks for it."""
 
     def __init__(
-        self, n_prompt: int, n_limit: int, *, reason: str = "", is_cut: bool = False
+        self,
+        n_prompt: int,
+        n_limit: int,
+        *,
+        reason: str = "",
+        is_cut: bool = False,
+        is_least: bool = False,
     ) -> None:
         """Keep the tokens of the text and the most that it may have.
 
         Args:
-            n_prompt: tokens of the text, with instruction or query.
+            n_prompt: tokens of the text, with instruction or query; with `is_least`, it may have more.
             n_limit: the most that it may have.
             reason: why, where that is not the model.
             is_cut: whether leaving out the whole text, as `truncate` asks, does not make room.
         """
-        self.n_prompt, self.n_limit, self.n_output, self.is_least = n_prompt, n_limit, 0, False
+        self.n_prompt, self.n_limit, self.n_output, self.is_least = n_prompt, n_limit, 0, is_least
+        least = "at least " * is_least
         CBatchError.__init__(
             self,
-            f"the text has {n_prompt} tokens, but at most {n_limit} can be embedded{reason}: "
+            f"the text has {least}{n_prompt} tokens, but at most {n_limit} can be embedded{reason}: "
             + (
                 "its instruction or query leaves no room for it; shorten those"
                 if is_cut

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend import Backend, Embedder
-    from cbatch.embedding import Pooling, TextSettings
+    from cbatch.embedding import Pooling, TextSettings, Truncate
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.in_flight import Route
     from cbatch.stats import EngineStats
@@ -72,6 +72,9 @@ that calls do not wait for them; but other work does not hold a batch up for eve
 
 _N_CHARACTERS = 4
 """Characters of a token, about, where a text has too many or is cut off."""
+
+_N_CHARACTERS_MOST = 16
+"""Characters of a token beyond which a part of a text is made tokens first: it may have too many. Our choice."""
 
 _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
@@ -393,7 +396,7 @@ class Texts:
             queue, ready = self._queue.by_rank, self._queue.ready
             while queue and queue[0].has_ended:
                 heapq.heappop(queue)
-            if not queue or (len(ready) >= N_READY and ready[-1] < queue[0]):
+            if not queue or (len(ready) >= N_READY and ready[N_READY - 1] < queue[0]):
                 return None
             return heapq.heappop(queue)
 
@@ -515,16 +518,19 @@ class Texts:
             check_in_vocab(prompt.tokens, vocab)
             tokens, added = tuple(prompt.tokens), (0, 0)
         else:
-            tokens = tuple(vocab.tokenize(settings.prefix + (prompt.prompt or "")))
+            self._check_beside(settings.prefix)
+            own = self._part_of(prompt.prompt or "", settings.truncate)
+            tokens = tuple(vocab.tokenize(settings.prefix + own))
             added = vocab.n_added
         if len(tokens) <= n_most:
             return tokens
         if settings.truncate is None:
-            raise TextTooLongError(len(tokens), n_most)
+            is_least = text.n_characters > _N_CHARACTERS_MOST * n_most
+            raise TextTooLongError(len(tokens), n_most, is_least=is_least)
         if settings.prefix:
-            own = vocab.tokenize(settings.prefix)
-            own = own[: len(own) - added[1]]
-            added = _n_equal(tokens, own), added[1]
+            prefix = vocab.tokenize(settings.prefix)
+            prefix = prefix[: len(prefix) - added[1]]
+            added = _n_equal(tokens, prefix), added[1]
         if n_most <= sum(added):
             raise TextTooLongError(len(tokens), n_most, is_cut=True)
         return _cut(tokens, n_most, added, is_end=settings.truncate == "end")
@@ -534,9 +540,13 @@ class Texts:
         document = text.prompt.prompt
         if document is None:
             raise PromptError("a document to rerank must be a string, not token ids")
+        self._check_beside(query)
+        self._check_beside(settings.instruction or "")
+        document = self._part_of(document, settings.truncate)
         tokens = vocab.tokenize_pair(query, document, settings.instruction)
         if len(tokens) > n_most and settings.truncate is None:
-            raise TextTooLongError(len(tokens), n_most)
+            is_least = text.n_characters > _N_CHARACTERS_MOST * n_most
+            raise TextTooLongError(len(tokens), n_most, is_least=is_least)
         own = vocab.tokenize(document)[vocab.n_added[0] :] if len(tokens) > n_most else []
         own = own[: len(own) - vocab.n_added[1]]
         n_left = len(own)
@@ -548,6 +558,24 @@ class Texts:
             document = b"".join(map(vocab.shown_piece, some)).decode("utf-8", "ignore")
             tokens = vocab.tokenize_pair(query, document, settings.instruction)
         return tuple(tokens)
+
+    def _part_of(self, text: str, truncate: Truncate | None) -> str:
+        """Return a text, or of a long one the beginning or the end if that has more tokens than can be computed.
+
+        So a text of megabytes, which would take seconds to become tokens, holds up no other.
+        """
+        n_most = self._facts.n_embed_max
+        n = _N_CHARACTERS_MOST * n_most
+        if len(text) <= n:
+            return text
+        part = text[-n:] if truncate == "start" else text[:n]
+        return part if len(self._backend.vocab.tokenize(part)) > 2 * n_most else text
+
+    def _check_beside(self, text: str) -> None:
+        """Raise a `TextTooLongError` where an instruction or a query leaves no room for a text."""
+        if len(self._part_of(text, None)) < len(text):
+            n_most = self._facts.n_embed_max
+            raise TextTooLongError(2 * n_most, n_most, is_cut=True, is_least=True)
 
     # ---- what goes out ----
 

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,6 +166,56 @@ def test_truncate_keeps_the_end_or_the_start(engine: Engine) -> None:
         assert np.array_equal(engine.embed([text], truncate=truncate).array()[0], unit(kept))  # type: ignore[arg-type]
 
 
+@contextmanager
+def tokenized(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The lengths of what is made tokens."""
+    lengths, tokenize = list[int](), backend.vocab.tokenize
+
+    def noted(text: str) -> list[int]:
+        lengths.append(len(text))
+        return tokenize(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend.vocab, "tokenize", noted)
+        yield lengths
+
+
+@pytest.mark.parametrize("truncate", [None, "end", "start"])
+def test_text_of_megabytes_is_not_made_tokens_whole(
+    engine: Engine, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, truncate: Any
+) -> None:
+    text = "a" * 10**6 + "b" * 10**6
+    with tokenized(backend, monkeypatch) as lengths:
+        (found,) = engine.embed([text], truncate=truncate).results(return_errors=True)
+    assert max(lengths) <= 16 * 64
+    if truncate is None:
+        assert "at least 1024 tokens" in str(found.error)
+    else:
+        assert calls(backend) == ["a" * 64 if truncate == "end" else "b" * 64]
+
+
+@pytest.mark.parametrize("truncate", [None, "end"])
+def test_query_or_instruction_of_megabytes_is_not_made_tokens_whole(
+    monkeypatch: pytest.MonkeyPatch, truncate: Any
+) -> None:
+    for made, ask in (
+        (reranker(), lambda e: e.rerank("q" * 10**6, ["a"], truncate=truncate)),
+        (reranker(), lambda e: e.rerank("q", ["a" * 10**6])),
+        (FakeBackend(2, 64), lambda e: e.embed(["a"], instruction="q" * 10**6, truncate=truncate)),
+    ):
+        with Engine(made) as engine, tokenized(made, monkeypatch) as lengths:
+            (found,) = ask(engine).results(return_errors=True)
+        assert isinstance(found.error, TextTooLongError)
+        assert max(lengths) <= 16 * 64
+
+
+def test_text_with_few_tokens_for_its_characters_is_made_tokens_whole(
+    engine: Engine, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend.vocab, "tokenize", lambda text: [*text.replace(" ", "").encode()])
+    assert engine.embed([" " * 5000 + "red"]).results()[0].n_tokens == 3
+
+
 def test_truncate_leaves_the_instruction_whole(engine: Engine, backend: FakeBackend) -> None:
     text, before = "a" * 40 + "b" * 40, "Instruct: find\nQuery: "
     n_left = 64 - len(before)
@@ -273,6 +324,34 @@ def test_call_that_fails_ends_only_the_text_at_fault() -> None:
     with Engine(backend) as engine:
         found = engine.embed(["a", "bad", "b"]).results(return_errors=True)
     assert [type(r.error) for r in found] == [type(None), RequestFailedError, type(None)]
+
+
+def test_texts_that_pass_ready_ones_are_made_tokens_as_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_room, "N_READY", 4)
+    backend, gates, n_seen = FakeBackend(2, 64), (Gate(), Gate()), list[int]()
+
+    def hold() -> None:
+        n_seen.append(len(lengths))
+        if len(n_seen) <= len(gates):
+            gates[len(n_seen) - 1]()
+
+    backend.hold_texts = hold
+    with Engine(backend) as engine, tokenized(backend, monkeypatch) as lengths:
+        responses = [engine.embed(["first"])]
+        for gate, letters, is_patient in (
+            (gates[0], "abcdefgh", True),
+            (gates[1], "ijklmnopqrstuvwxyz", False),
+        ):
+            gate.has_come.wait()
+            texts = Queued(*(letter * 40 for letter in letters))
+            responses.append(engine.embed(texts, is_patient=is_patient))
+            texts.wait()
+            gate.may_go.set()
+        for response in responses:
+            response.array()
+    assert max(b - a for a, b in pairwise(n_seen)) <= 5
 
 
 def order_of(*asked: tuple[str, dict[str, Any]], **schedule: Any) -> str:
