@@ -106,6 +106,8 @@ class ContinuousBatchScheduler:
         """Prompt tokens computed so far."""
         self._n_failures = 0
         self._has_rebuilt = self._must_rebuild = False
+        self._was_alone = False
+        """Whether the last run computed a picture alone."""
         self._is_pool_full = False
         """Whether the last run found no free cell and the next plan can free some."""
 
@@ -312,9 +314,12 @@ class ContinuousBatchScheduler:
         if n_most is not None:
             room = min(room, n_most and max(n_most, self._cuts.n_room))
         if self._has_whole_pictures and room > 0:
-            room = self._room_for_picture(prefills, room, n_free - n_rows)
-            if room + n_rows > self._n_batch:
-                shares.clear()  # a large picture is a step of its own
+            n_alone = self._room_for_picture(prefills, room, n_free - n_rows)
+            if n_alone + n_rows <= self._n_batch:
+                room = n_alone
+            elif not (n_decoding and self._was_alone):
+                room = n_alone
+                shares.clear()  # a large picture is a step of its own, and rows that decode have the next one
         split = self._split(prefills, wanted, room, n_enough)
         shares += [(*p.place, n) for p, n in zip(prefills, split, strict=True) if n]
 
@@ -443,6 +448,7 @@ class ContinuousBatchScheduler:
     def _commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Commit what the run did to slots and cells."""
         step = plan.step
+        self._was_alone = len(step.spans) == 1 and step.spans[0].begins_in_picture
         self._is_pool_full = False
         if step.is_rebuild:
             self._must_rebuild = False

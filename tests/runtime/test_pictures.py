@@ -202,6 +202,20 @@ def test_picture_larger_than_a_batch_is_alone_in_its_step() -> None:
     assert any(len(step) > 1 for step in steps)
 
 
+def test_rows_that_decode_wait_for_one_large_picture_at_a_time() -> None:
+    picture = {"type": "image", "image": bytes(39)}
+    seen = [{"role": "user", "content": [picture] * 4}]
+    with engine_of(2, is_whole=True, n_batch=16, threaded=False) as engine:
+        chat = engine.submit("abc", options={**SAME, "max_tokens": 380})
+        engine.step()
+        engine.submit(seen, options=SAME).results()
+        chat.results()
+        steps = parts_of_steps(parts_of(engine).backend)
+    pictures = [any(n_rows for _, n_rows in step) for step in steps]
+    assert sum(pictures) == 4
+    assert not any(a and b for a, b in itertools.pairwise(pictures))
+
+
 def test_beginning_that_ends_in_a_picture_is_shared_up_to_the_picture() -> None:
     tokens = [1, 2, *ids_of(3, 4), *ids_of(3, 4), 5]
     edges = edges_of(tokens)

@@ -198,11 +198,12 @@ def test_text_of_megabytes_is_not_made_tokens_whole(
 def test_query_or_instruction_of_megabytes_is_not_made_tokens_whole(
     monkeypatch: pytest.MonkeyPatch, truncate: Any
 ) -> None:
-    for made, ask in (
+    cases: list[tuple[FakeBackend, Callable[[Engine], Any]]] = [
         (reranker(), lambda e: e.rerank("q" * 10**6, ["a"], truncate=truncate)),
         (reranker(), lambda e: e.rerank("q", ["a" * 10**6])),
         (FakeBackend(2, 64), lambda e: e.embed(["a"], instruction="q" * 10**6, truncate=truncate)),
-    ):
+    ]
+    for made, ask in cases:
         with Engine(made) as engine, tokenized(made, monkeypatch) as lengths:
             (found,) = ask(engine).results(return_errors=True)
         assert isinstance(found.error, TextTooLongError)
