@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cbatch.options import RunOptions, values_of
+from cbatch.runtime.output_size import size_of_result
 from cbatch.support.interrupts import HeldBack
 from cbatch.support.plain import text_of_plain
 
@@ -74,7 +75,7 @@ class Copies:
                 first.copies = []
                 if result.error is None and result.finish_reason not in ("cancelled", "timeout"):
                     first.result = replace(result, origin=None)
-                    self._n_bytes += _n_bytes(result)
+                    self._n_bytes += size_of_result(result, is_streamed=False)
                 else:  # a later one may do better
                     del self._by_key[key]
             self._forget()
@@ -86,7 +87,7 @@ class Copies:
             result = self._by_key[key].result
             if result is not None:
                 del self._by_key[key]
-                self._n_bytes -= _n_bytes(result)
+                self._n_bytes -= size_of_result(result, is_streamed=False)
             if self._n_bytes <= N_BYTES_KEPT // 2:
                 break
 
@@ -107,9 +108,3 @@ def _copied(result: BatchResult, copies: Sequence[tuple[int, str]]) -> Parcel:
     """Return a result under the ids of its copies, each with one chunk."""
     copied = [(place, replace(result, id=id, origin=None)) for place, id in copies]
     return [copy.as_chunk() for _, copy in copied], copied
-
-
-def _n_bytes(result: BatchResult) -> int:
-    """Return about how much memory a result takes."""
-    n_scored = len(result.logprobs or ()) + len(result.prompt_logprobs or ())
-    return 1024 + 4 * len(result.text) + 36 * len(result.token_ids) + 400 * n_scored
