@@ -457,10 +457,10 @@ class Host:
 
     def _stream(self, command: Stream) -> object:
         """Have chunks come from now on."""
-        for id in command.ids:
-            if (batch := self._batches.get(id)) is not None:
-                batch.is_streamed = True
-                self._runtime.orders.watch(batch)
+        found = map(self._batches.get, command.ids)
+        for batch in dict.fromkeys(batch for batch in found if batch is not None):
+            batch.is_streamed = True
+            self._runtime.orders.watch(batch)
         return None
 
     def _cancel(self, command: CancelCommand) -> object:

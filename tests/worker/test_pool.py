@@ -18,6 +18,7 @@ from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, WorkerDiedError
 from cbatch.options import RunOptions
+from cbatch.runtime.in_flight import InFlight
 from cbatch.worker.client import Workers
 from cbatch.worker.pool import read_texts
 from cbatch.worker.protocol_commands import TakeBack
@@ -430,6 +431,20 @@ def test_messages_with_the_ids_of_many_requests_are_short(
         check_empty(engine)
     assert len(sizes) > 6
     assert max(sizes) < 1300
+
+
+def test_reader_of_a_batch_is_told_to_its_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order to watch a batch walks all of its requests, and ends the run in flight."""
+    watched: list[object] = []
+    monkeypatch.setattr(InFlight, "watch", lambda _, target: watched.append(target))
+    backend = held()
+    with engine_over(backend, options=OPTIONS) as engine:
+        response = engine.run(alike(60))
+        backend.wait_until_held()
+        assert not mailbox_of(response).has_chunk()
+        backend.release()
+        assert tokens_of(all_results(response)) == answers(alike(60))
+    assert len(watched) == 1
 
 
 # ---- workers that a signal has stopped ----
