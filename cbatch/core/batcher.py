@@ -368,6 +368,13 @@ class MultiRequestBatcher:
             self._running = None
         return True
 
+    def run_on(self, id: str) -> None:
+        """Let a request go on to its end, paused or not: it pauses no more, whatever its options say."""
+        driver = self.in_flight.get(id)
+        if driver is not None:
+            self.resume(id)
+            driver.go_on_for(None)
+
     def cancel(self, id: str, now: float) -> bool:
         """Cancel a request by id; False if it is not in flight."""
         driver = self.in_flight.get(id)

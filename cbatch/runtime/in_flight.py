@@ -380,6 +380,18 @@ class InFlight:
 
         self._loop.post(resume)
 
+    def run_on_soon(self, ids: Iterable[str]) -> None:
+        """Let requests go on to their ends before the next plan, paused or not: none pauses again. Does not wait."""
+        lives = self._lives(ids)
+
+        def run_on() -> None:
+            for member in (m for route in self._still(lives) for m in _member_ids(route)):
+                self._batcher.run_on(member)
+                if (driver := self._outside.get(member)) is not None:
+                    driver.go_on_for(None)
+
+        self._loop.post(run_on)
+
     def _order(
         self, id: str, do: Callable[[str], bool], would: Callable[[str], bool], *, enters: bool
     ) -> bool:

@@ -191,10 +191,7 @@ class Host:
         else can resume them.
         """
         if is_patient and not self._closing:
-            with suppress(EngineClosedError):
-                for id in [*self._batches]:
-                    self._runtime.orders.resume(id)
-            self._changed.wait_for(lambda: self._is_idle or self._ending is not SessionEnd.DONE)
+            self._run_on()
         while not self._is_idle and self._ending is not SessionEnd.FAILED:
             with suppress(EngineClosedError):
                 self._runtime.cancel_all()
@@ -203,6 +200,23 @@ class Host:
         for number in self._closing:
             self._tell(number, None)
         return self.wait()
+
+    def _run_on(self) -> None:
+        """Return when every request has ended by itself, or nobody waits for that any more; none stays paused."""
+        while not self._is_over:
+            n_later = len(self._later)  # each of these may still queue requests
+            with suppress(EngineClosedError):
+                self._runtime.orders.run_on_soon([*self._batches])
+
+            def has_changed(n_before: int = n_later) -> bool:
+                return self._is_over or len(self._later) < n_before
+
+            self._changed.wait_for(has_changed)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody waits any more for requests to end."""
+        return self._is_idle or self._ending is not SessionEnd.DONE
 
     @property
     def _is_idle(self) -> bool:

@@ -120,6 +120,20 @@ def test_paused_request_goes_on_when_the_input_ends() -> None:
     assert result["finish_reason"] == "window"
 
 
+@pytest.mark.parametrize("schedule", [None, ScheduleOptions(max_queue=0)], ids=["plain", "limit"])
+@pytest.mark.parametrize("more", [{}, {"paused": True}], ids=["running", "paused"])
+def test_requests_that_pause_by_themselves_go_on_when_the_input_ends(
+    schedule: ScheduleOptions | None, more: dict[str, Any]
+) -> None:
+    with Program(FakeBackend(1, 64), schedule=schedule) as program:
+        program.read()
+        options = {"ignore_eos": True, "pause_every": 3, "max_tokens": 20}
+        for i in range(4):
+            program.send("run", items=[{"prompt": "abc", "id": str(i)}], options=options, **more)
+        results = program.rest()["results"]
+    assert [len(result["token_ids"]) for result in results] == [20] * 4
+
+
 def test_close_ends_requests_with_what_they_have_and_is_answered_last() -> None:
     backend = GatedBackend(1, 1000, hold_at=5)
     with Program(backend) as program:
