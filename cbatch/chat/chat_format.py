@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from cbatch.chat.answers import AnswerReader
 from cbatch.chat.formats import AnswerFormat, Thinking, answer_format
 from cbatch.chat.tool_grammar import budget_grammar, call_grammar
-from cbatch.errors import UnsupportedOptionError
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.support.checks import MAX_GRAMMAR_LENGTH
 from cbatch.tools import Tools, read_choice
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ChatFormat:
 
         Raises:
             UnsupportedOptionError: the answers of this chat template cannot be held to calls, or to a limit.
-            ConfigError: the arguments of a tool are not an object.
+            ConfigError: the arguments of a tool are not an object, or the tools are too long for a grammar.
         """
         tools, n_thought = options.demanded_tools, options.thinking_budget
         if not tools and n_thought is None:
@@ -94,7 +95,7 @@ class ChatFormat:
         thinking = self._thinking(prompt, text)
         if not tools and thinking == "none":
             return None
-        key = (json.dumps(tools), is_one, thinking, n_thought)
+        key = (_text_of(tools), is_one, thinking, n_thought)
         found = self._grammars.get(key)
         if found is None:
             found = self._made(tools, thinking, n_thought, is_one=is_one)
@@ -140,6 +141,16 @@ class ChatFormat:
     @cached_property
     def _format(self) -> AnswerFormat:
         return answer_format(self._vocab.template)
+
+
+def _text_of(tools: Tools) -> str:
+    """Return tools that must be called as text. Raises a `ConfigError` where it is too long for a grammar."""
+    text = json.dumps(tools)
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        raise ConfigError(
+            f"tools have {len(text):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are allowed where a call is required"
+        )
+    return text
 
 
 def _opened_text(messages: Sequence[Message]) -> str:

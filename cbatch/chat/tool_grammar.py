@@ -113,7 +113,8 @@ class _GrammarWriter:
     syntax: CallSyntax
     named_token: NamedToken
     n_thought: int | None = None
-    rules: list[str] = field(default_factory=list)
+    rules: dict[str, None] = field(default_factory=dict)
+    """In order."""
 
     def write(
         self, tools: Tools, marks: tuple[str, str] | None, thinking: Thinking, *, is_one: bool
@@ -131,7 +132,7 @@ class _GrammarWriter:
         return "\n".join(self.rules)
 
     def _rule(self, name: str, body: str) -> str:
-        self.rules.append(f"{name}: {body}")
+        self.rules[f"{name}: {body}"] = None
         return name
 
     def _thought(self, begin: str, end: str, thinking: Thinking) -> str:
@@ -152,7 +153,7 @@ class _GrammarWriter:
 
     def _tagged(self, i: int, schema: Mapping[str, Any]) -> str:
         """Return the arguments one by one, in the schema's order."""
-        required, names = schema.get("required", ()), list[str]()
+        required, names = frozenset(schema.get("required", ())), list[str]()
         for k, (key, inner) in enumerate(schema.get("properties", {}).items()):
             name = self._rule(f"pair_{i}_{k}", self._argument(f"{i}_{k}", key, inner))
             names.append(name if key in required else f"{name}?")
@@ -183,8 +184,7 @@ class _GrammarWriter:
         behind = "+" if token is None else "*"
         all_of = f"(?s:.*){end}" if token is None else "(?s:.*)"
         rule = f"{name}: /{all_of}/ & ~/(?s:.*){end}(?s:.{behind})/"
-        if rule not in self.rules:
-            self.rules.append(rule)
+        self.rules[rule] = None
         return name if token is None else f"{name} <[{token}]>"
 
     def _text(self, text: str) -> str:

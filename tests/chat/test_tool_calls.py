@@ -420,6 +420,14 @@ def test_demanded_call_without_its_tools_is_refused_before_queueing(
         engine.run(["raw"], options={"tools": [TIME], "tool_choice": "required"})
 
 
+def test_tools_too_long_for_a_grammar_are_refused_where_a_call_is_demanded(engine: Engine) -> None:
+    long = {"type": "function", "function": {"name": "f", "description": "x" * 2**20}}
+    with pytest.raises(
+        ConfigError, match=r"tools have 1,048,\d+ characters; at most 1,048,576 are allowed"
+    ):
+        ask(engine, tools=[long], tool_choice="required")
+
+
 def test_format_of_a_run_and_a_demanded_call_of_its_item_are_refused(engine: Engine) -> None:
     item = BatchPrompt([USER], options={"tools": [TIME], "tool_choice": "required"})
     with pytest.raises(ConfigError, match="regex and tool_choice='required'"):
