@@ -480,7 +480,9 @@ class RunOptions:
             return other
         if all(getattr(other, name) is None for name in _NAMES):
             return self
-        kept = _NAMES.difference(STRUCTURE) if given.keys() & set(STRUCTURE) else _NAMES
+        kept = _NAMES
+        if given.keys() & set(STRUCTURE):
+            kept = kept.difference(STRUCTURE, () if "choice" in given else ("choice_probs",))
         if self.logprobs is False:
             kept = kept.difference(("top_logprobs",))
         if self.chat_template_kwargs and other.chat_template_kwargs:

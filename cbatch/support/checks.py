@@ -376,7 +376,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 def json_object(name: str, value: object) -> str:
     """Return a mapping, or the text of a JSON object, as `json_text` writes it."""
     if (text := text_of(value)) is not None:
-        return _json_object_of_text(name, text)
+        return _json_object_of_text(name, check_text(name, text, MAX_GRAMMAR_LENGTH))
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a mapping or JSON text, not {type(value).__name__}")
     return json_text(name, value)

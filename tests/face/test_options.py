@@ -496,6 +496,9 @@ def test_nearest_structure_wins_as_a_whole() -> None:
     assert RunOptions(regex="a").over(far).structure == Grammar("regex", "a")
     assert RunOptions(response_format={"type": "text"}).over(far).structure is None
     assert RunOptions(regex="a").over(far).seed == 1
+    labels = RunOptions(choice=["a", "b"], choice_probs=True)
+    assert RunOptions(regex="a").over(labels) == RunOptions(regex="a")
+    assert RunOptions(choice=["c"]).over(labels) == RunOptions(choice=["c"], choice_probs=True)
 
 
 CYCLE: dict[str, Any] = {}
@@ -520,6 +523,7 @@ BUSHY_CYCLE |= {"a": BUSHY_CYCLE, "b": BUSHY_CYCLE}
         ({"json_schema": "[" * 100_000}, "nested more than 128"),
         ({"json_schema": {"a": {1}}}, "set"),
         ({"json_schema": {"a": "\ud800"}}, "surrogate"),
+        ({"json_schema": " " * 2**20 + "{}"}, "1 … 1048576"),
         ({"response_format": {"type": "xml"}}, "'xml'"),
         ({"response_format": {}}, "None"),
         ({"response_format": "json"}, "not JSON"),
