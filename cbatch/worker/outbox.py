@@ -358,11 +358,20 @@ def _size_of_other(_: object) -> int:
 
 
 def _size_of_reply(reply: Any) -> int:
-    """Return about the bytes of a reply; an error has few."""
-    value = reply[1] if isinstance(reply, tuple) else None
-    if isinstance(value, str):
-        return 128 + len(value)
-    return 128 + (8 * len(value) if isinstance(value, list) else 0)
+    """Return about the bytes of a reply, or of an error that belongs to no call."""
+    return 128 + sum(map(_size_of_said, reply if isinstance(reply, tuple) else (reply,)))
+
+
+def _size_of_said(value: object) -> int:
+    """Return about the bytes of a call's number, of a value, or of an error."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, BaseException):
+        return len(str(value))
+    if not isinstance(value, list):
+        return 0
+    has_texts = bool(value) and isinstance(value[0], str | bytes)
+    return 8 * len(value) + (sum(map(len, value)) if has_texts else 0)
 
 
 _SIZES: dict[str, Callable[[Any], int]] = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import BatchOutputChunk, BatchPrompt, BatchResult, RunOptions
-from cbatch.errors import GrammarError
+from cbatch.errors import ConfigError, GrammarError
 from cbatch.response import Timings, TokenLogprob, Usage
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Submission
@@ -176,6 +176,21 @@ def test_reader_that_takes_nothing_at_the_end_is_left() -> None:
     reader.outbox.close(patience_s=0.01)
     os.close(reader.fd)
     assert reader.left.wait(PATIENCE_S)
+
+
+LONG = "x" * (N_ANSWER_BYTES_MAX // 4)
+
+
+@pytest.mark.parametrize("reply", [(LONG, None), (1, [LONG]), (1, None, ConfigError(LONG))])
+def test_long_numbers_texts_and_errors_count_as_long_replies(reply: Any) -> None:
+    with piped() as reader:
+        reader.outbox.put("replies", *[reply] * 6)
+        waiting = threading.Thread(target=reader.outbox.wait_for_room)
+        waiting.start()
+        waiting.join(0.05)  # nothing tells that it waits
+        assert waiting.is_alive()
+        reader.rest()
+        waiting.join()
 
 
 @pytest.mark.parametrize(
