@@ -301,7 +301,7 @@ class Workers(Questions):
                 n_ended += call.wait()
                 lost.difference_update(ids)
         with self.pool.lock():
-            ending = [a for a in self._left(sent) if a.id in lost and a.is_given_up]
+            ending = {a for a in self._left(sent) if a.id in lost and a.is_given_up}
             return n_ended + sum(a.is_cut_off or a in ending for a in sent)
 
     def _cancel_soon(self, find: Callable[[], list[Asked]], *, waiting: bool = False) -> None:

@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -131,7 +130,7 @@ class Pool:
         self.is_closing = False
         self.recorder: Callable[[StepRecord], object] | None = None
         self._owner, self._can_replace = owner, can_replace
-        self.held: deque[Asked] = deque()
+        self.held: dict[Asked, None] = {}
         """Requests that wait for a worker, the oldest first."""
         self._lock = RequestsLock(self._flush)
         self.routing = Routing()
@@ -365,7 +364,7 @@ class Pool:
         with self.lock():
             check_own([asked.id for asked in new], self.requests)
             self.requests.update((asked.id, asked) for asked in new)
-            self.held.extend(new)
+            self.held.update(dict.fromkeys(new))
             for asked in new:
                 asked.is_awaited = is_awaited
             self._send_held()
@@ -444,8 +443,7 @@ class Pool:
             del self.requests[asked.id]
         if asked.worker is not None:
             asked.worker.requests.pop(asked.id, None)
-        elif asked in self.held:
-            self.held.remove(asked)
+        self.held.pop(asked, None)
 
     # ---- to the workers ----
 
@@ -453,13 +451,13 @@ class Pool:
         """Send the requests that wait to workers that take them. With the lock."""
         if not self.held:
             return
-        waiting, self.held = self.held, deque()
+        waiting, self.held = self.held, {}
         given: dict[Connection, list[Asked]] = {}
         kept: list[Connection] = []  # workers that become empty for a request that is to be alone
         for asked in sorted(waiting, key=lambda a: not a.must_be_alone):
             connection = self._worker_for(asked, kept)
             if connection is None:
-                self.held.append(asked)
+                self.held[asked] = None
                 if asked.must_be_alone:
                     kept += _least([c for c in self.ready if c not in kept])
                 continue
@@ -667,7 +665,7 @@ class Pool:
             if asked.worker is not None:
                 asked.worker.requests.pop(asked.id, None)
             asked.leave_worker()
-        self.held.extendleft(reversed(back))
+        self.held = {**dict.fromkeys(back), **self.held}
 
     def leave(self, connection: Connection) -> bool:
         """Do without a worker that is gone; return whether it is to be replaced."""
