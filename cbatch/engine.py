@@ -21,6 +21,7 @@ from cbatch.errors import (
     CBatchError,
     ConfigError,
     EngineClosedError,
+    NoThreadError,
     RequestCancelledError,
     UnsupportedTaskError,
     words_of,
@@ -903,7 +904,11 @@ class Engine:
             return None
         view = choose_view(closing_line) if progress is True else progress
         stats = self.stats if self._runtime.is_threaded else _weakly(self.stats)
-        return Progress(view, mailbox.items.counts, stats, before, self.parallel)
+        try:
+            return Progress(view, mailbox.items.counts, stats, before, self.parallel)
+        except NoThreadError:
+            mailbox.leave()  # nobody gets its response
+            raise
 
 
 def _weakly(method: Callable[[], T]) -> Callable[[], T]:

@@ -19,6 +19,7 @@ from cbatch.errors import CBatchError, ConfigError
 from cbatch.support.checks import check_wait, reading, shown
 from cbatch.support.logs import Log
 from cbatch.support.plain import flag_of
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -279,14 +280,13 @@ class Progress:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin; `stats` returns the engine's work, `before` is that before the batch."""
+        """Begin; `stats` returns the engine's work, `before` is that before the batch. Raises a `NoThreadError`."""
         self._view, self._counts, self._ask, self._n_slots = view, counts, stats, n_slots
         self._clock, self._start_s = clock, clock()
         self._first = self._last = before
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="cbatch-progress", daemon=True)
+        self._thread = started(self._watch, "cbatch-progress")
         atexit.register(self.close)  # a live line would be in the way of later output
-        self._thread.start()
 
     def close(self) -> None:
         """Show the end, once, and return when it is shown."""

@@ -21,7 +21,7 @@ from cbatch.daemon.listening import Listener, hang_up
 from cbatch.daemon.streams import StreamWriter, busy_frames, lines_of, without_mark
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import ConfigError, EngineClosedError, EngineError, words_of
+from cbatch.errors import ConfigError, EngineClosedError, EngineError, NoThreadError, words_of
 from cbatch.files.places import stdin, stdout
 from cbatch.runtime.local import LocalRuntime
 from cbatch.support.interrupts import Postponed
@@ -158,6 +158,9 @@ def _serve_clients(
                 hang_up=partial(client.shutdown, SHUT_RDWR),
             )
         except ConfigError:  # of its input, as it was told
+            continue
+        except NoThreadError as error:
+            text.write(f"cbatch: a client was hung up on: {error}\n".encode())
             continue
         finally:
             hang_up(client)  # first: a thread may still read there

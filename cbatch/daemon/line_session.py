@@ -17,6 +17,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Runtime, Submission
+from cbatch.support.thread_start import started
 from cbatch.worker.host import SessionEnd
 
 if TYPE_CHECKING:
@@ -74,13 +75,14 @@ class LineSession:
         """Execute lines until they end and all requests have, or the reader of the frames has left.
 
         They are read in a thread of their own, which may outlive the session by one line.
+
+        Raises:
+            NoThreadError: the system has no more threads.
         """
         self._runtime.listen(self._tell_end)
         try:
             self._check_engine()
-            threading.Thread(
-                target=self._read, args=(lines,), name="cbatch-lines", daemon=True
-            ).start()
+            started(partial(self._read, lines), "cbatch-lines")
             while not self._lines.is_done:
                 with suppress(Empty):
                     self._inbox.get(timeout=_LONGEST_WAIT_S)()

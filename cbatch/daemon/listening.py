@@ -67,8 +67,7 @@ class Listener:
         self._is_serving = threading.Lock()
         self._room = threading.Semaphore(_N_WAITING)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="cbatch-listener", daemon=True)
-        self._thread.start()
+        self._thread = started(self._accept, "cbatch-listener")
 
     @property
     def name(self) -> str:

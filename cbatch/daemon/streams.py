@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from cbatch.daemon.line_commands import MAX_LINE
 from cbatch.daemon.lines import END
+from cbatch.support.thread_start import started
 from cbatch.worker.framing import write_some
 
 N_BACKLOG_MAX = 2**24
@@ -56,14 +57,16 @@ class StreamWriter:
         Args:
             fd: stays open.
             on_left: called once by the thread, where the reader has left; from then on bytes are dropped.
+
+        Raises:
+            NoThreadError: the system has no more threads.
         """
         self._fd, self._on_left = fd, on_left
         self._changed = threading.Condition()
         self._parts: list[bytes] = []
         self._n_waiting = 0
         self._is_closed = self._has_left = False
-        self._thread = threading.Thread(target=self._run, name="cbatch-writer", daemon=True)
-        self._thread.start()
+        self._thread = started(self._run, "cbatch-writer")
 
     def write(self, data: bytes) -> None:
         """Have bytes written."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob
 from cbatch.runtime.output_size import n_logprobs
+from cbatch.support.thread_start import started
 from cbatch.worker.wire import (
     N_PART,
     ResultPart,
@@ -67,6 +68,9 @@ class Outbox:
             on_left: called once, where the reader has left: nothing more is kept for it.
             credit: the bytes that may be written before `grant`, but for replies and errors; None for any number.
             takes_parts: whether the reader takes the log-probabilities of a large result in parts, before it.
+
+        Raises:
+            NoThreadError: the system has no more threads.
         """
         self._takes_parts = takes_parts
         self._sink, self._on_left, self._credit = sink, on_left, credit
@@ -82,8 +86,7 @@ class Outbox:
         self._n_answer_bytes = 0
         self._unwritten: set[str] = set()
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="cbatch-outbox", daemon=True)
-        self._thread.start()
+        self._thread = started(self._run, "cbatch-outbox")
 
     # ---- what there is to say ----
 

@@ -16,6 +16,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, shown
+from cbatch.support.thread_start import start
 from cbatch.worker.framing import (
     N_LINE_MAX,
     FrameSink,
@@ -166,6 +167,7 @@ def serve(
 
     Raises:
         ConfigError: what came is not a frame, and ended the input; the client was told.
+        NoThreadError: the system has no more threads.
     """
     frames = FrameSink(sink, hello.frames)
     try:
@@ -180,8 +182,8 @@ def serve(
     for record in said:
         log.handle(record)
     with _logs_to(log, hello.log_level):
-        reader.start()
         try:
+            start(reader)
             if host.wait() is SessionEnd.LEFT:
                 _leave(hang_up, reader)
             ending = host.finish(is_patient=finishes)
@@ -198,7 +200,8 @@ def _leave(hang_up: Callable[[], object] | None, reader: threading.Thread) -> No
     if hang_up is not None:
         with suppress(OSError):  # the other side is gone
             hang_up()
-        reader.join()
+        if reader.is_alive():
+            reader.join()
 
 
 class _Kept(logging.Handler):

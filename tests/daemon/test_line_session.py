@@ -22,10 +22,12 @@ from cbatch.daemon.lines import END, MORE
 from cbatch.daemon.streams import StreamWriter, lines_of
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import NoThreadError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.host import SessionEnd
+from tests.no_threads import NoThreads
 from tests.profiles import examples
 from tests.runtime.backends import PATIENCE_S, FailingBackend, in_thread
 from tests.worker.links import workers_over
@@ -301,6 +303,19 @@ def test_thread_of_a_session_ends_with_it() -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["cbatch-writer", "cbatch-lines"])
+def test_client_for_whom_there_is_no_thread_costs_nobody_else(
+    name: str, runtime: Runtime, prompt: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = NoThreads(monkeypatch, name)
+    with open(os.devnull, "w+b") as nobody, pytest.raises(NoThreadError):
+        LineSession(runtime, nobody.fileno(), None, GREEDY, is_tagged=True).serve(iter(()))
+    threads.is_over = True
+    with session(runtime) as client:
+        client.say(f"REQ 1 START {prompt(*A)} 3 3")
+        assert tokens_of(client.end()[1]) == expected(A, 3)
 
 
 # ---- chance ----

@@ -13,6 +13,7 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.errors import NoThreadError
+from cbatch.progress import SilentView
 from cbatch.response import BatchError
 from cbatch.support.thread_start import is_lack_of_threads, started
 from cbatch.worker.line_sender import LineSender
@@ -42,6 +43,7 @@ def test_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, 
 CALLS: dict[str, Callable[[Engine], object]] = {
     "cbatch-texts": lambda engine: engine.embed(["a", "b"], ids=["x", "y"]).results(),
     "cbatch-feed": lambda engine: engine.run(iter(["a", "b"])).results(),
+    "cbatch-progress": lambda engine: engine.run(["a"], progress=SilentView()).results(),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +14,12 @@ from cbatch import BatchPrompt, Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import NoThreadError
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker import host
 from cbatch.worker.host import SessionEnd
+from cbatch.worker.service import serve_client
+from tests.no_threads import NoThreads
 from tests.runtime.backends import PATIENCE_S, GatedBackend
 from tests.worker.programs import Program
 
@@ -333,6 +339,20 @@ def test_failed_engine_is_told_and_ends_the_time() -> None:
         assert "died" in found
         program.rest()
     assert program.ending is SessionEnd.FAILED
+
+
+@pytest.mark.parametrize("name", ["cbatch-outbox", "cbatch-lines"])
+def test_client_for_whom_there_is_no_thread_costs_nobody_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = NoThreads(monkeypatch, name)
+    runtime = LocalRuntime(FakeBackend(1, 64), ScheduleOptions())
+    with closing(runtime), open(os.devnull, "w+b") as nobody:
+        with pytest.raises(NoThreadError):
+            serve_client(runtime, io.BytesIO(b'{"cbatch": 2}'), nobody.fileno())
+        threads.is_over = True
+        ending = serve_client(runtime, io.BytesIO(b'{"cbatch": 2}'), nobody.fileno())
+        assert ending is SessionEnd.DONE
 
 
 def test_long_commands_that_compute_are_limited_by_their_bytes(
