@@ -333,7 +333,7 @@ class InFlight:
         ]
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
-        """Take out requests that never had a slot, without a result; return the ids."""
+        """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
         lives = self._lives(ids)
         return self._loop.call(lambda: [r.id for r in self._still(lives) if self._take_out(r)])
 

@@ -149,9 +149,6 @@ class Orders(BatchOrders, Protocol):
     def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
         """Resume paused requests before the next plan, each for its number of tokens. Does not wait."""
 
-    def take_back(self, ids: Iterable[str]) -> list[str]:
-        """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
-
     @crosses("pause")
     def pause(self, id: Id) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""

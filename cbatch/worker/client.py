@@ -18,13 +18,12 @@ from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.support.interrupts import Postponed, is_locked_here
 from cbatch.worker.connection import Connection, FrameThread
-from cbatch.worker.pool import Launch, Pool, by_worker, id_parts, read_texts
+from cbatch.worker.pool import Launch, Pool, by_worker, id_parts
 from cbatch.worker.protocol_commands import (
     COMMAND_OF,
     CancelCommand,
     ProtocolCommand,
     Stream,
-    TakeBack,
     command_of,
     resume_of,
 )
@@ -187,25 +186,6 @@ class Workers(Questions):
     def cancel_waiting_soon(self, target: BatchTarget) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
         self._cancel_soon(partial(self._of, target), waiting=True)
-
-    def take_back(self, ids: Iterable[str]) -> list[str]:
-        """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
-        return self._take_back(self._meant(ids))
-
-    def _take_back(self, some: Sequence[Asked]) -> list[str]:
-        with self.pool.lock():
-            back: list[str] = [asked.id for asked in some if self.pool.drop_held(asked)]
-            was_at = {asked: asked.worker for asked in self._left(some)}
-            calls = [
-                (connection, connection.ask(TakeBack(ids=at_worker), read_texts))
-                for connection, at_worker in id_parts(was_at)
-            ]
-        for connection, call in calls:
-            found = call.wait()
-            self.pool.drop_of(connection, found)
-            back += [asked.id for asked in some if asked.id in found]
-        moved = [asked for asked in self._left(some) if asked.worker is not was_at[asked]]
-        return back + self._take_back(moved) if moved else back
 
     def watch(self, target: BatchTarget) -> None:
         """Have a batch's chunks sent as they come."""

@@ -430,13 +430,6 @@ class Pool:
             self._drop(asked)
         return True
 
-    def drop_of(self, connection: Connection, ids: Iterable[str]) -> None:
-        """Take out requests that a worker has given back."""
-        with self.lock():
-            for id in ids:
-                if (asked := connection.requests.get(id)) is not None:
-                    self._drop(asked)
-
     def _drop(self, asked: Asked) -> None:
         """Forget a request. With the lock."""
         if self.requests.get(asked.id) is asked:

@@ -398,7 +398,7 @@ def test_value_that_cannot_be_sent_is_refused_and_nothing_is_queued(where: str) 
         check_empty(engine)
 
 
-@pytest.mark.parametrize("way", ["chunks", "cancel", "leave", "take back"])
+@pytest.mark.parametrize("way", ["chunks", "cancel", "leave"])
 def test_messages_with_the_ids_of_many_requests_are_short(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,12 +422,9 @@ def test_messages_with_the_ids_of_many_requests_are_short(
             assert sum(len(chunk.token_ids) for chunk in response) == 60 * 6
         elif way == "leave":
             response.leave()
-        elif way == "cancel":
-            assert workers_of(engine).cancel(ids)
         else:
-            assert workers_of(engine).take_back(ids)
-            engine.cancel_all()
-        wait_until(lambda: not response.n_open or way == "take back")
+            assert workers_of(engine).cancel(ids)
+        wait_until(lambda: not response.n_open)
         check_empty(engine)
     assert len(sizes) > 6
     assert max(sizes) < 1300
