@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.answers import Answer, AnswerReader
+from cbatch.chat.answers import Answer
 from cbatch.chat.call_parser import ParsedCall
 from cbatch.chat.formats import THINKING, AnswerFormat, answer_format
 from cbatch.tools import Tools
@@ -246,33 +244,3 @@ def test_control_tokens_come_out_of_any_text(parts: list[str | int]) -> None:
     tokens = [t for p in parts for t in (p.encode() if isinstance(p, str) else (p,))]
     text = "x" + "".join(p for p in parts if isinstance(p, str))
     assert read_tokens([*b"x", *tokens], THINK) == Answer(text)
-
-
-def test_what_fails_within_leaves_the_text_and_says_so() -> None:
-    def broken(_: int) -> bytes:
-        raise LookupError("gone")
-
-    reader = AnswerReader(answer_format(THINK), broken, frozenset({1000}), Tools())
-    answer, _ = parts_of(reader, [*b"ab", 1000, *b"c"])
-    assert answer.text == "abc"
-    assert "gone" in answer.warnings[0]
-
-
-def seconds(n_tokens: int, template: str, unit: list[int]) -> float:
-    tokens = unit * (n_tokens // len(unit))
-    reader = make_reader(answer_format(template), TOOLS)
-    best = 1e9
-    for _ in range(3):
-        start = time.process_time()
-        parts_of(reader, tokens)
-        best = min(best, time.process_time() - start)
-    return best
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", [THINK + HERMES, CHANNELS, ">>>all", "<response></response>"])
-@pytest.mark.parametrize(
-    "unit", [[*b"word "], [*b"a", 1002], [1000, *b"{"], [*b"\n"], [*b"<|message|>"]]
-)
-def test_cost_is_in_proportion_to_the_answer(template: str, unit: list[int]) -> None:
-    assert seconds(100_000, template, unit) < 1.0

@@ -123,13 +123,6 @@ def test_format_is_known_by_its_marks_in_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("n_cut", [1, 2, 5, 15, 30])
-def test_call_that_was_cut_off_is_malformed_or_whole(name: str, n_cut: int) -> None:
-    result = find_calls(EXAMPLES[name][:-n_cut], form(name), TOOLS)
-    assert all((c.name, json.loads(c.arguments)) == ("get_weather", CITY) for c in result.calls)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
 @given(parts=st.lists(st.sampled_from([*'<>[]{}|=/:",\\n', *EXAMPLES.values(), "tool_call"])))
 def test_no_text_raises(name: str, parts: list[str]) -> None:
     text = "".join(parts)

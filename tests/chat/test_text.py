@@ -108,18 +108,6 @@ def test_unfinished_character_before_a_stop_string_is_flushed() -> None:
     assert stream([b"a", b"\xe2\x82", b"END"], ["END"]).parts == ["a", "\ufffd"]
 
 
-def test_stop_across_token_edges_is_never_given_out() -> None:
-    text = stream([b"one S", b"TO", b"P two"], ["STOP"])
-    assert "".join(text.parts) == "one "
-    assert (text.stop is not None, text.n_fed) == (True, 3)
-
-
-def test_stop_that_begins_in_vain_is_given_out_after_all() -> None:
-    text = stream([b"S", b"T", b"S", b"TO", b"x"], ["STOP"])
-    assert "".join(text.parts) == "STSTOx"
-    assert text.stop is None
-
-
 def test_tail_that_might_become_a_stop_waits_and_is_flushed() -> None:
     text = TextStream([b"ab", b"ST"].__getitem__, ["STOP"])
     text.feed([0, 1])
@@ -128,41 +116,11 @@ def test_tail_that_might_become_a_stop_waits_and_is_flushed() -> None:
     assert text.parts == ["ab", "ST"]
 
 
-@pytest.mark.parametrize(
-    ("stops", "seen"),
-    [
-        (["c", "abcd"], "ab"),  # "c" is complete first
-        (["bc", "abc"], ""),  # complete together: the longer one
-        (["d", "b"], "a"),
-        (["zz"], "abcd"),
-    ],
-)
-def test_earliest_complete_stop_wins(stops: list[str], seen: str) -> None:
-    for pieces in ([b"abcd"], [b"a", b"b", b"c", b"d"], [b"ab", b"cd"]):
-        assert "".join(stream(pieces, stops).parts) == seen
-        assert "".join(stream(pieces, stops[::-1]).parts) == seen
-
-
-@pytest.mark.parametrize(("include_stop", "seen"), [(False, "a"), (True, "aSTOP")])
-def test_include_stop_keeps_the_stop_and_nothing_after_it(include_stop: bool, seen: str) -> None:
-    text = stream([b"aST", b"OPb"], ["STOP"], include_stop=include_stop)
-    assert "".join(text.parts) == seen
-
-
 def test_nothing_is_fed_after_a_stop() -> None:
     text = TextStream([b"a.", b"b"].__getitem__, ["."])
     text.feed([0, 1])
     text.feed([1])
     assert ("".join(text.parts), text.n_fed) == ("a", 1)
-
-
-def test_matcher_holds_back_no_more_than_it_must() -> None:
-    matcher = StopMatcher(["STOP", "T!"])
-    assert matcher.feed(b"aST") == (b"a", None)
-    assert matcher.feed(b"x") == (b"STx", None)
-    assert matcher.feed(b"ST") == (b"", None)
-    assert matcher.feed(b"!") == (b"S", b"T!")
-    assert matcher.flush() == b""
 
 
 class SlowMatcher:

@@ -272,7 +272,6 @@ def test_record_tells_the_code_of_a_failed_step() -> None:
 
 def test_nothing_is_recorded_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cbatch.runtime.loop.record_of", None)  # calling it would raise
-    monkeypatch.setattr("cbatch.runtime.loop.record_of", None)
     loop, rig = make_loop()
     submit(loop, rig, *make_sequences(2, max_tokens=3))
     work(loop, rig)

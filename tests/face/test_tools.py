@@ -102,19 +102,28 @@ def test_unknown_choice_is_refused(choice: Any) -> None:
         RunOptions(tool_choice=choice)
 
 
-def test_choice_of_any_is_that_of_a_required_call() -> None:
-    assert RunOptions(tools=[TIME], tool_choice="any") == RunOptions(
-        tools=[TIME], tool_choice="required"
-    )
-
-
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_alone_are_offered(mode: str) -> None:
-    options = RunOptions(tools=[WEATHER, TIME], tool_choice=allowed(mode, "get_time", "get_time"))
-    assert options.offered_tools == (TIME,)
-    assert options.demanded_tools == ((TIME,) if mode == "required" else ())
-    choice = {"tool_choice": "required"} if mode == "required" else {}
-    assert options.template_variables == {"tools": [TIME], **choice}
+@pytest.mark.parametrize(
+    ("tools", "choice", "offered", "demanded", "told"),
+    [
+        ([TIME], None, [TIME], [], None),
+        ([TIME], "auto", [TIME], [], None),
+        ([TIME], "none", [], [], None),
+        ([], "auto", [], [], None),
+        ([], None, [], [], None),
+        ([WEATHER, TIME], "required", [WEATHER, TIME], [WEATHER, TIME], "required"),
+        ([WEATHER, TIME], "any", [WEATHER, TIME], [WEATHER, TIME], "required"),
+        ([WEATHER, TIME], NAMED, [WEATHER, TIME], [TIME], NAMED),
+        ([WEATHER, TIME], allowed("auto", "get_time", "get_time"), [TIME], [], None),
+        ([WEATHER, TIME], allowed("required", "get_time"), [TIME], [TIME], "required"),
+    ],
+)
+def test_choice_tells_which_tools_are_offered_and_demanded(
+    tools: Any, choice: Any, offered: Any, demanded: Any, told: Any
+) -> None:
+    options = RunOptions(tools=tools, tool_choice=choice)
+    assert (options.offered_tools, options.demanded_tools) == (tuple(offered), tuple(demanded))
+    variables = {"tools": offered, "tool_choice": told}
+    assert options.template_variables == {name: v for name, v in variables.items() if v}
     assert options == RunOptions.of({"tools": options.tools, "tool_choice": options.tool_choice})
 
 
@@ -122,33 +131,6 @@ def test_structure_beside_demanded_allowed_tools_is_refused() -> None:
     RunOptions(tools=[TIME], tool_choice=allowed("auto", "get_time"), regex="a")
     with pytest.raises(ConfigError, match="give one of them"):
         RunOptions(tools=[TIME], tool_choice=allowed("required", "get_time"), regex="a")
-
-
-@pytest.mark.parametrize("choice", [None, "auto"])
-def test_tools_are_offered_where_the_model_may_choose(choice: str | None) -> None:
-    assert RunOptions(tools=[TIME], tool_choice=choice).template_variables == {"tools": [TIME]}
-
-
-@pytest.mark.parametrize("choice", ["none", "auto", None])
-def test_no_tools_are_offered_where_there_are_none_or_shall_be_none(choice: str | None) -> None:
-    tools = [TIME] if choice == "none" else []
-    assert RunOptions(tools=tools, tool_choice=choice).template_variables == {}
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"), [("required", ("get_weather", "get_time")), (NAMED, ("get_time",))]
-)
-def test_choice_that_demands_a_call_reaches_the_template_with_all_tools(
-    choice: Any, names: tuple[str, ...]
-) -> None:
-    options = RunOptions(tools=[WEATHER, TIME], tool_choice=choice)
-    assert options.demanded_tools.names == names
-    assert options.template_variables == {"tools": [WEATHER, TIME], "tool_choice": choice}
-
-
-@pytest.mark.parametrize("choice", ["auto", "none", None])
-def test_free_choice_demands_nothing(choice: Any) -> None:
-    assert RunOptions(tools=[TIME], tool_choice=choice).demanded_tools == ()
 
 
 @pytest.mark.parametrize(
