@@ -192,6 +192,15 @@ def check_runs_through(options: RunOptions) -> RunOptions:
     return options
 
 
+def check_one_answer(options: RunOptions | Mapping[str, Any], defaults: RunOptions) -> None:
+    """Refuse several answers where a stream has room for one. Raises a `ConfigError`."""
+    n = RunOptions.of(options).over(defaults).n or 1
+    if n > 1:
+        raise ConfigError(
+            f"n={n} answers cannot be streamed as one text: leave n out, or ask without a stream"
+        )
+
+
 class _Copied(NamedTuple):
     """The checked values of options that have two names, or values of two kinds."""
 

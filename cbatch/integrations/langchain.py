@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from cbatch.chat.openai_format import chat_logprobs, finish_of
 from cbatch.engine import Engine  # pydantic reads it
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, check_one_answer
 from cbatch.response import BatchOutputChunk, BatchResult
 
 N_AT_ONCE_PER_SLOT = 2
@@ -100,12 +100,14 @@ class ChatCbatch(BaseChatModel):
 
     def _stream(self, messages: Any, stop: Any = None, **kwargs: Any) -> Iterator[Any]:
         chat, options = self._asked(messages, stop, kwargs)
+        check_one_answer(options, self.engine.options)
         response = self.engine.submit(chat, options=options)
         yield from map(_chunk, response)
         yield self._last_chunk(response.result())
 
     async def _astream(self, messages: Any, stop: Any = None, **kwargs: Any) -> AsyncIterator[Any]:
         chat, options = self._asked(messages, stop, kwargs)
+        check_one_answer(options, self.engine.options)
         response = self.engine.submit(chat, options=options)
         async for chunk in response:
             yield _chunk(chunk)

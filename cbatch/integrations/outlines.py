@@ -12,6 +12,7 @@ from outlines.types import CFG, JsonSchema
 from outlines.types.dsl import python_types_to_terms, to_regex
 
 from cbatch.errors import ConfigError
+from cbatch.options import check_one_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -84,6 +85,7 @@ class Cbatch(_OverEngine, Model):
         self, model_input: Any, output_type: Any = None, **options: Any
     ) -> Iterator[str]:
         """Yield the parts of an answer as they come; leaving early frees its slot."""
+        check_one_answer(options, self.engine.options)
         response = self._run([model_input], output_type, options)
         yield from (chunk.content for chunk in response if chunk.content)
         response.result()  # raises the error of a request that failed
@@ -106,6 +108,7 @@ class AsyncCbatch(_OverEngine, AsyncModel):
         self, model_input: Any, output_type: Any = None, **options: Any
     ) -> AsyncIterator[str]:
         """Yield the parts of an answer as they come; leaving early frees its slot."""
+        check_one_answer(options, self.engine.options)
         response = self._run([model_input], output_type, options)
         async for chunk in response:
             if chunk.content:

@@ -129,6 +129,17 @@ def test_wrong_options_are_refused_by_name(engine: Engine) -> None:
         model.invoke("a", temprature=0)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_several_answers_are_not_streamed_as_one_text(engine: Engine, *, is_async: bool) -> None:
+    async def collect(model: Any) -> list[Any]:
+        return [chunk async for chunk in model.astream("a")]
+
+    model = ChatCbatch(engine=engine, n=2, max_tokens=3)
+    assert len(model.generate([[HumanMessage("a")]]).generations[0]) == 2
+    with pytest.raises(ConfigError, match="n=2 answers cannot be streamed"):
+        asyncio.run(collect(model)) if is_async else [*model.stream("a")]
+
+
 def test_stop_logprobs_and_n_are_those_of_the_call(engine: Engine) -> None:
     model = ChatCbatch(engine=engine, **SHORT)
     whole = model.invoke("Say red.").content

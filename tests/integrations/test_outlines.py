@@ -94,6 +94,8 @@ def test_failures_are_raised_by_name(engine: Engine) -> None:
     with pytest.raises(BatchError) as caught:
         model.batch(["a", "b" * 100], **SHORT)
     assert [result.error is None for result in caught.value.results] == [True, False]
+    with pytest.raises(ConfigError, match="n=2 answers cannot be streamed"):
+        [*model.stream("a", n=2)]
     with pytest.raises(ConfigError, match="list"):
         model(["a", "a picture"])
     with pytest.raises(UnsupportedOptionError, match="temprature"):
