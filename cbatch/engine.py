@@ -737,6 +737,8 @@ class Engine:
         is_one = text_of(texts) is not None or isinstance(texts, BatchPrompt | bytes | bytearray)
         if is_one or isinstance(texts, Mapping) or not isinstance(texts, Iterable | AsyncIterable):
             raise ConfigError(f"give a list of texts, not {shown(texts)}")
+        if isinstance(ids, str):
+            raise ConfigError(f"ids must be a list of names, not {shown(ids)}")
         with reading("ids"):
             names = repeat(None) if ids is None else iter(ids)
 

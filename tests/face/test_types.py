@@ -176,6 +176,11 @@ def test_id_to_ask_by_is_text(engine: Engine, wrong: Any) -> None:
             ask(wrong)
 
 
+def test_one_id_for_texts_is_not_taken_for_an_id_a_letter(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="ids must be a list of names, not 'ab'"):
+        engine.embed(["a", "b"], ids="ab")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
