@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, TypeAlias, cast
@@ -114,21 +115,30 @@ class RunCommand(ProtocolCommand, tag="run"):
     ] = None
 
 
-class HeardToken(Struct):
-    """The log-probability of a token as it came; in JSON, NaN and infinity are null."""
+class HeardTop(Struct):
+    """The log-probability of one of the likeliest tokens as it came; in JSON, NaN and infinity are null."""
 
     token_id: int
     data: bytes
     logprob: float | None
-    top: list[HeardToken] = []
 
     def made(self) -> TokenLogprob:
         """Return the log-probability."""
         number = float("nan") if self.logprob is None else self.logprob
-        return TokenLogprob(self.token_id, self.data, number, made_tokens(self.top) or ())
+        return TokenLogprob(self.token_id, self.data, number)
 
 
-def made_tokens(found: Sequence[HeardToken | None] | None) -> tuple[Any, ...] | None:
+class HeardToken(HeardTop):
+    """The log-probability of a token as it came, with the likeliest at its place."""
+
+    top: list[HeardTop] = []
+
+    def made(self) -> TokenLogprob:
+        """Return the log-probability."""
+        return replace(super().made(), top=made_tokens(self.top) or ())
+
+
+def made_tokens(found: Sequence[HeardTop | None] | None) -> tuple[Any, ...] | None:
     """Return log-probabilities that came; None stays None."""
     return None if found is None else tuple(token and token.made() for token in found)
 

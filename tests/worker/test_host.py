@@ -221,6 +221,17 @@ def test_extension_that_scores_its_prompt_must_fit_the_window(n_there: int, is_l
     assert results["other"]["text"]
 
 
+def test_alternatives_of_alternatives_are_not_read() -> None:
+    """They would be made one within the other, as deep as a client writes them."""
+    there = extension_of([65, 66], logprobs=True, ignore_eos=True)
+    top: list[dict[str, Any]] = []
+    for _ in range(400):
+        top = [{"token_id": 1, "data": "YQ==", "logprob": -1.0, "top": top}]
+    there["result"]["logprobs"] = top * 2
+    found = extended_after(there, n_tokens=1)["a"]
+    assert [len(token["top"]) for token in found["logprobs"]] == [1, 1, 0]
+
+
 def extended_after(there: dict[str, Any], n_tokens: int) -> dict[str, Any]:
     """The results of an extension and of another request, where windows of 64 tokens can move."""
     memory = KvCapabilities("partitioned", 2 * 64, can_shift=True)
