@@ -433,7 +433,10 @@ class Asked:
         is_cancelled = error is None or isinstance(error, RequestCancelledError)
         reason: FinishReason = "cancelled" if is_cancelled else "error"
         n = self.n_choices
-        choices = [self._choice(i, reason, error) for i in range(n)]
+        heard: dict[int, list[BatchOutputChunk]] = {}
+        for chunk in self.heard:
+            heard.setdefault(chunk.index, []).append(chunk)
+        choices = [self._choice(heard.get(i, []), reason, error) for i in range(n)]
         left = [i for i in range(n) if i not in self.ended]
         whole = choices[left[0] if left else 0]
         if n > 1:
@@ -444,9 +447,10 @@ class Asked:
         ]
         return chunks, [(self.place, whole)]
 
-    def _choice(self, i: int, reason: FinishReason, error: CBatchError | None) -> BatchResult:
-        """Return what the reader has of one choice."""
-        heard = [chunk for chunk in self.heard if chunk.index == i]
+    def _choice(
+        self, heard: Sequence[BatchOutputChunk], reason: FinishReason, error: CBatchError | None
+    ) -> BatchResult:
+        """Return what the reader has of one choice, by its chunks."""
         tokens = tuple(token for chunk in heard for token in chunk.token_ids)
         end = heard[-1].finish_reason if heard else None
         scores = [chunk.logprobs for chunk in heard if chunk.logprobs is not None]

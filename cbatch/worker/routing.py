@@ -59,11 +59,20 @@ def _start_of_chat(messages: Sequence[object]) -> str:
     parts: list[str] = []
     n = 0
     for message in messages:
-        parts.append(json.dumps(message, default=str))
+        parts.append(json.dumps(_cut(message), default=str))
         n += len(parts[-1])
         if n >= N_BLOCK * N_BLOCKS_MAX:
             break
     return "".join(parts)
+
+
+def _cut(value: object) -> object:
+    """Return a value of a message without what of its texts is not looked at: pictures have many megabytes."""
+    if isinstance(value, str):
+        return value[: N_BLOCK * N_BLOCKS_MAX]
+    if isinstance(value, dict):
+        return {key: _cut(inner) for key, inner in value.items()}
+    return [*map(_cut, value)] if isinstance(value, list | tuple) else value
 
 
 class Routing:
