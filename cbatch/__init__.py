@@ -121,10 +121,7 @@ _MODULES = {
     "engine": ("Engine",),
     "engine_spec": ("EngineSpec",),
     "loading": ("load", "load_async"),
-    "messages": (
-        "BatchPrompt",
-        "LookAhead",
-    ),
+    "messages": ("BatchPrompt", "LookAhead"),
     "options": ("LogitsProcessor", "RunOptions"),
     "response": (
         "BatchError",
@@ -139,10 +136,7 @@ _MODULES = {
     ),
     "runtime.batch_response": ("BatchResponse",),
     "runtime.row_comparison": ("RowComparison",),
-    "runtime.step_record": (
-        "StepRecord",
-        "StepRow",
-    ),
+    "runtime.step_record": ("StepRecord", "StepRow"),
     "runtime.text_responses": ("EmbedResponse", "RerankResponse"),
     "stats": ("EngineStats",),
 }

@@ -172,7 +172,8 @@ def embed_result(result: BatchResult, *, is_by_token: bool = False) -> EmbedResu
     found, error = result.embedding, result.error
     n = result.usage.prompt_tokens
     if error is not None or found is None:
-        return EmbedResult(result.id, result.i_item, None, n, error or _unfinished(result))
+        error = error or PromptError(f"the request ended without a vector: {result.finish_reason}")
+        return EmbedResult(result.id, result.i_item, None, n, error)
     return EmbedResult(result.id, result.i_item, _array(found, n if is_by_token else 0), n)
 
 
@@ -181,10 +182,6 @@ def _array(data: bytes, n_rows: int) -> NDArray[np.float32]:
 
     found = np.frombuffer(data, "<f4").astype(np.float32)  # a copy, which the caller may change
     return found.reshape(n_rows, -1) if n_rows else found
-
-
-def _unfinished(result: BatchResult) -> CBatchError:
-    return PromptError(f"the request ended without a vector: {result.finish_reason}")
 
 
 def sigmoid(logit: float) -> float:

@@ -202,9 +202,6 @@ def test_failed_request_has_its_reason_and_one_end(daemon: Daemon) -> None:
     assert daemon.out.of(6) == [*daemon.expected(6, 2), END]
 
 
-# ---- slots ----
-
-
 # ---- prompts ----
 
 
