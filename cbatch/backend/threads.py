@@ -70,11 +70,18 @@ def teams() -> Teams:
     return Teams()
 
 
-def run_in_fresh_thread(work: Callable[[], T]) -> T:
+_stacks = threading.RLock()
+"""Held while the size of the next thread's stack is set, and over a fork, so that no child waits for it."""
+os.register_at_fork(
+    before=_stacks.acquire, after_in_parent=_stacks.release, after_in_child=_stacks.release
+)
+
+
+def run_in_fresh_thread(work: Callable[[], T], *, n_stack: int = 0) -> T:
     """Do `work` in a thread of its own, which has ended when this returns; return or raise what `work` does.
 
     A native call cannot be interrupted: Ctrl-C is raised when `work` has ended, and the program ends no earlier. Raises
-    a NoThreadError where the system has no more threads.
+    a NoThreadError where the system has no more threads, or no memory for a stack of `n_stack` bytes (0: the usual).
     """
     done: Future[T] = Future()
     ended = Latch()
@@ -89,12 +96,22 @@ def run_in_fresh_thread(work: Callable[[], T]) -> T:
 
     with Postponed():
         thread = threading.Thread(target=settle, name="cbatch-compute")
-        start(thread)
+        _start(thread, n_stack)
         at_exit = weakref.finalize(done, _outlast, ended)
         ended.wait()
         thread.join()
         at_exit.detach()
     return done.result()
+
+
+def _start(thread: threading.Thread, n_stack: int) -> None:
+    with _stacks:
+        before = threading.stack_size()
+        threading.stack_size(n_stack or before)
+        try:
+            start(thread)
+        finally:
+            threading.stack_size(before)
 
 
 def _outlast(ended: Latch) -> None:

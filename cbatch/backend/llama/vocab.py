@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import secrets
 import threading
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.breakers import find_breakers
 from cbatch.backend.llama.chat_template import ChatTemplate
+from cbatch.backend.llama.marks import Mark, Marks
+from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.errors import NoThreadError, PromptError
 from cbatch.media import marked_messages, medium_of
 from cbatch.pictures import NO_PROJECTOR
 from cbatch.sounds import NO_ENCODER
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
-from cbatch.support.thread_start import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,19 +31,17 @@ _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 # Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
 _HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
-_N_PART = 2**14
+_N_PART = 2**11
 """Largest text, in bytes, that is not divided: the time for special tokens grows with the square of the length."""
+
+_N_LONG = 2**14
+"""Bytes of a text from which it is worth a look at the whole vocabulary to find how many tokens it has at least."""
 
 _N_DEEP = 2**12
 _N_DEEP_BYTES = 1024
 """Bytes of a text from which it is tokenized on a stack of its own, and of stack for each. Measured: a word of 30,000
 letters overflows 8 MiB, one of 100,000 does not overflow 128 MiB."""
 _STACK_BYTES = 2**23
-_stacks = threading.RLock()
-"""Held while the size of the next thread's stack is set, and over a fork, so that no child waits for it."""
-os.register_at_fork(
-    before=_stacks.acquire, after_in_parent=_stacks.release, after_in_child=_stacks.release
-)
 
 _BREAKER_BYTES_KEPT = 2**24
 """Most bytes of DRY's breakers that are kept, by their strings. Our choice: ordinary ones take some 100 KiB."""
@@ -181,14 +178,7 @@ class LlamaVocab:
         data = _encode(text)
         has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         add_special = self._may_add_special and not has_bos
-        first, *others = self._parts(data)
-        tokens = self._tokenize(first, add_special=add_special, parse_special=True)
-        n_text = len(tokens) - (self._n_end if add_special else 0)
-        end = tokens[n_text:]
-        del tokens[n_text:]
-        for part in others:
-            tokens += self._tokenize(part, add_special=False, parse_special=True)
-        return tokens + end
+        return self._tokenize(data, add_special=add_special, parse_special=True)
 
     def tokenize_pair(self, query: str, document: str, instruction: str | None) -> list[int]:
         """Return the tokens by which a reranker scores a document; see `cbatch.backend.Vocab`.
@@ -232,16 +222,6 @@ class LlamaVocab:
             return 0
         has_sep = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
         return int(has_sep or llama_cpp.llama_vocab_get_add_eos(self.pointer))
-
-    def _parts(self, data: bytes) -> list[bytes]:
-        """Divide a text so that the tokens of its parts are the tokens of the whole."""
-        if len(data) <= _N_PART or self._marks is None:
-            return [data]
-        cuts = [0]
-        for mark in self._marks.finditer(data):
-            if mark.start() - cuts[-1] >= _N_PART:
-                cuts.append(mark.start())
-        return [data[a:b] for a, b in pairwise([*cuts, len(data)])]
 
     def render_text(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
@@ -329,7 +309,7 @@ class LlamaVocab:
     def n_tokens_least(self, text: str) -> int:
         """Return a lower bound of a text's tokens; see `cbatch.backend.Vocab`."""
         n_bytes = len(text.encode(errors="replace"))
-        if n_bytes <= _N_PART or not self._keeps_bytes:
+        if n_bytes <= _N_LONG or not self._keeps_bytes:
             return 0
         return n_bytes // self._n_piece_max
 
@@ -356,27 +336,23 @@ class LlamaVocab:
         return [t for t in range(self.n_vocab) if self._attributes(t) & special]
 
     @cached_property
-    def _marks(self) -> re.Pattern[bytes] | None:
-        """Matches special tokens before which a text can be divided; None if there are none.
+    def _marks(self) -> Marks:
+        """The special tokens in a text in which they are read as such."""
+        return Marks([*map(self._mark, self._special)])
 
-        These overlap no other special token: wherever the text of one occurs, it is a token, and no other token spans
-        its beginning.
-        """
-        texts = {t: llama_cpp.llama_vocab_get_text(self.pointer, t) for t in self._special}
-        known = b"\0".join(texts.values())
-        begins = {text[:i] for text in texts.values() for i in range(1, len(text))}
-        ends = {text[i:] for text in texts.values() for i in range(1, len(text))}
-        found = [
-            text
-            for token, text in texts.items()
-            if known.count(text) == 1
-            # which the tokens beside it may strip
-            and not text[:1].isspace()
-            and not text[-1:].isspace()
-            and not any(text[:i] in ends or text[i:] in begins for i in range(1, len(text)))
-            and not self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
-        ]
-        return re.compile(b"|".join(map(re.escape, found))) if found else None
+    @cached_property
+    def _own_marks(self) -> Marks:
+        """Those in any text."""
+        own = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return Marks([self._mark(t) for t in self._special if self._attributes(t) & own])
+
+    def _mark(self, token: int) -> Mark:
+        attributes = self._attributes(token)
+        return Mark(
+            llama_cpp.llama_vocab_get_text(self.pointer, token),
+            strips_left=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+            strips_right=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+        )
 
     def dry_breakers(self, strings: Sequence[str]) -> bytes:
         """Return the sequences of tokens that DRY takes for these strings, packed."""
@@ -396,22 +372,38 @@ class LlamaVocab:
         return self._tokenize(data, add_special=False, parse_special=False)
 
     def _tokenize(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return the tokens of a text: of one part after the other where it is long."""
+        parts: Sequence[bytes] = [data]
+        if len(data) > _N_PART:
+            parts = (self._marks if parse_special else self._own_marks).parts(data, _N_PART)
+        tokens = self._tokens_of_part(
+            parts[0], add_special=add_special, parse_special=parse_special
+        )
+        if len(parts) > 1:
+            n_text = len(tokens) - (self._n_end if add_special else 0)
+            end = tokens[n_text:]
+            del tokens[n_text:]
+            for part in parts[1:]:
+                tokens += self._tokens_of_part(part, add_special=False, parse_special=parse_special)
+            tokens += end
+        return tokens
+
+    def _tokens_of_part(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
-        tokenize = llama_cpp.llama_tokenize
         while True:
             tokens = (ctypes.c_int32 * n_room)()
-            with self._model.in_use():
-                given = self.pointer, data, len(data), tokens, n_room, add_special, parse_special
-                n = (
-                    tokenize(*given)
-                    if len(data) < _N_DEEP
-                    else _with_stack(len(data), tokenize, *given)
-                )
+            given = data, len(data), tokens, n_room, add_special, parse_special
+            work = partial(self._write_tokens, *given)
+            n = work() if len(data) < _N_DEEP else _with_stack(len(data), work)
             if n >= 0:
                 return self._checked(tokens[:n])
             if -n <= n_room:
                 raise PromptError("the prompt has more tokens than llama.cpp can count")
             n_room = -n
+
+    def _write_tokens(self, *given: Any) -> int:
+        with self._model.in_use():
+            return int(llama_cpp.llama_tokenize(self.pointer, *given))
 
     def _checked(self, tokens: list[int]) -> list[int]:
         """Refuse what is not a token. Source: llama-vocab.cpp, which also gives −1 if the vocabulary lacks `<unk>`."""
@@ -467,28 +459,18 @@ def _instructed(template: str, instruction: str | None) -> str:
     raise PromptError("this model's template has no place for an instruction: leave it out")
 
 
-def _with_stack(n_bytes: int, tokenize: Callable[..., int], *given: Any) -> int:
-    """Return what `tokenize` returns, called with a stack for texts of `n_bytes`.
+def _with_stack(n_bytes: int, work: Callable[[], int]) -> int:
+    """Return what `work` returns, done with a stack for texts of `n_bytes`.
 
     llama.cpp splits texts by `std::regex` for some vocabularies, which calls itself for every character of a word.
 
     Raises:
         PromptError: the system has no memory for such a stack.
     """
-    found: list[int] = []
-    with _stacks:
-        before = threading.stack_size(_STACK_BYTES + _N_DEEP_BYTES * n_bytes)
-        thread = threading.Thread(target=lambda: found.append(tokenize(*given)), daemon=True)
-        try:
-            start(thread)
-        except NoThreadError:
-            raise PromptError(
-                f"out of memory for the stack to tokenize {n_bytes:,} bytes"
-            ) from None
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return found[0]
+    try:
+        return run_in_fresh_thread(work, n_stack=_STACK_BYTES + _N_DEEP_BYTES * n_bytes)
+    except NoThreadError:
+        raise PromptError(f"out of memory for the stack to tokenize {n_bytes:,} bytes") from None
 
 
 def _read(fill: Callable[[Any, int], int]) -> bytes:

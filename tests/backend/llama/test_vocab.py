@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import json
 import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import pytest
@@ -257,9 +259,47 @@ def test_long_text_has_the_tokens_of_one_call(vocab: LlamaVocab, seed: int) -> N
     assert vocab.n_tokens_least(text) <= len(vocab.tokenize(text))
 
 
+N_MARKS = 60_000  # one call would take half a minute
+
+
 def test_marks_by_the_ten_thousands_are_tokenized_in_parts(vocab: LlamaVocab) -> None:
-    n = 60_000  # one call would take half a minute
-    assert vocab.tokenize("<|im_end|>" * n)[1:] == [TURN_END] * n
+    assert vocab.tokenize("<|im_end|>" * N_MARKS)[1:] == [TURN_END] * N_MARKS
+
+
+@pytest.mark.real
+def test_documents_with_marks_by_the_ten_thousands_are_tokenized_in_parts(
+    synth: SynthFactory,
+) -> None:
+    template = {"tokenizer.chat_template.rerank": "{query}: {document}"}
+    with closing(open_model(synth("test", metadata=template))) as model:
+        tokens = model.vocab.tokenize_pair("a", "<|im_end|>" * N_MARKS, None)
+    assert tokens.count(TURN_END) == N_MARKS
+
+
+@pytest.mark.real
+def test_runs_of_white_space_by_the_ten_thousands_are_tokenized_in_parts(tmp_path: Path) -> None:
+    path = write_model_of(tmp_path / "model.gguf", *KINDS["spm, runs"])
+    with closing(open_model(path)) as model:
+        run = model.vocab.tokenize("\n" * 5)[-1]
+        tokens = model.vocab.tokenize("a\n\n\n\n\n" * N_MARKS)
+        assert tokens.count(run) == N_MARKS
+        assert model.vocab.tokenize("\n" * 5 * N_MARKS)[1:] == [run] * N_MARKS
+
+
+def test_ctrl_c_amid_a_long_text_waits_for_its_end(
+    vocab: LlamaVocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize, found = llama_cpp.llama_tokenize, list[int]()
+
+    def struck(*given: Any) -> int:
+        _thread.interrupt_main()
+        found.append(tokenize(*given))
+        return found[0]
+
+    monkeypatch.setattr(llama_cpp, "llama_tokenize", struck)
+    with pytest.raises(KeyboardInterrupt):
+        vocab.tokenize("ab " * 100_000)
+    assert len(found) == 1
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -27,6 +27,14 @@ SPM = kind(
     scores=([0.0] * 256 + [-float(i) for i in range(6)], "ARRAY", "FLOAT32"),
     token_type=types(*[6] * 256, *[1] * 6),
 )
+_RUNS = ["\n", "\n\n", "\n" * 5, "  ", "   ", "\t\t"]
+_RUNS_OF_SPM = kind(
+    "llama",
+    [*SPM["tokenizer.ggml.tokens"][0], *_RUNS],
+    scores=([0.0] * 268, "ARRAY", "FLOAT32"),
+    token_type=types(*[6] * 256, *[1] * 6, *[4] * 6),
+)
+"""With runs of white space, as Gemma's and GPT-NeoX's vocabularies have them."""
 RWKV = kind(
     "rwkv",
     ["<pad>", *(f"\\x{byte:02x}" for byte in range(256) if byte != 0xC3), *map(str, range(32))],
@@ -41,6 +49,8 @@ KINDS: Mapping[str, tuple[Pairs, dict[str, object]]] = {
     "bpe, left of <mask>": (BPE, {"tokenizer.ggml.pre": "jina-v2-de"}),
     "bpe, with an end": (BPE, {"tokenizer.ggml.add_eos_token": True}),
     "spm": (SPM, {}),
+    "spm, runs": (_RUNS_OF_SPM, {}),
+    "spm, runs, right of most": (_RUNS_OF_SPM, _TO_THE_RIGHT),
     "spm, left of [MASK]": (SPM, _TO_THE_LEFT),
     "spm, right of most": (SPM, _TO_THE_RIGHT),
     "ugm, right of most": (UGM, _TO_THE_RIGHT),

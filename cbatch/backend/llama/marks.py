@@ -1,0 +1,71 @@
+"""Where a text can be divided so that its parts have the tokens of the whole: at marks, which llama.cpp finds first.
+
+llama.cpp takes special tokens out of a text one after the other, the longest first, each from left to right, and then
+tokenizes what is left between them. The time grows with the square of the marks in a text.
+Source: src/llama-vocab.cpp, tokenizer_st_partition.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Mark(NamedTuple):
+    """The text of a special token, and whether llama.cpp removes the white space before it and behind it."""
+
+    text: bytes
+    strips_left: bool = False
+    strips_right: bool = False
+
+
+class Marks:
+    """All marks of a vocabulary."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self._marks = {mark.text: mark for mark in marks}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._pattern = re.compile(b"|".join(map(re.escape, longest_first)))
+        begins: dict[bytes, int] = {}
+        """By each beginning of a mark, the length of the longest such mark."""
+        for text in longest_first:
+            for i in range(1, len(text)):
+                begins.setdefault(text[:i], len(text))
+        self._may_be_overlapped = {
+            text
+            for text in longest_first
+            if any(begins.get(text[i:], 0) >= len(text) for i in range(1, len(text)))
+        }
+        self._may_be_stripped = set[bytes]()
+        """Marks that begin or end with white space, which those beside them may remove."""
+        if any(mark.strips_left or mark.strips_right for mark in marks):
+            self._may_be_stripped = {text for text in longest_first if text != text.strip()}
+
+    def parts(self, data: bytes, n_least: int) -> Sequence[bytes]:
+        """Divide a text; each part but the last has at least `n_least` bytes, and few more where marks are dense."""
+        cuts, at, reach = [0], 0, 0  # [reach, …) is overlapped by no mark that begins before `at`
+        while self._marks and (found := self._pattern.search(data, at)):
+            start, end = found.span()
+            if start < reach or not self._is_token(data, found[0], start):
+                reach, at = max(reach, end), start + 1
+                continue
+            at = reach = end
+            cut = start if not self._marks[found[0]].strips_left else end
+            if cut - cuts[-1] >= n_least and not (
+                cut == end and self._marks[found[0]].strips_right
+            ):
+                cuts.append(cut)
+        return [data[a:b] for a, b in pairwise([*cuts, len(data)])]
+
+    def _is_token(self, data: bytes, text: bytes, start: int) -> bool:
+        """Whether the longest mark at a place, into which no other reaches, is a token there for sure."""
+        if text in self._may_be_stripped:
+            return False
+        if text not in self._may_be_overlapped:
+            return True
+        others = (self._pattern.match(data, i) for i in range(start + 1, start + len(text)))
+        return all(o is None or len(o[0]) < len(text) or o[0] == text for o in others)
