@@ -125,13 +125,24 @@ def check_grammar(grammar: Grammar) -> None:
     """
     # where it cannot be tried now, its requests will tell
     with closing(grammar_sandbox()) as sandbox, suppress(OSError):
-        if problem := find_problem(sandbox, _for_bytes(_source(grammar))):
+        if problem := find_problem(sandbox, _tried(grammar, _source(grammar))):
             raise GrammarError(grammar.kind, readable_problem(problem))
 
 
-def _for_bytes(source: str) -> str:
-    """Return a grammar for a vocabulary of bytes, which has no numbered tokens."""
-    return re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
+_TOKENS = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?'
+    r"|(?P<others><\[\^[^]<\n]*]>)|(?P<token><(?!\[\*]>)[^<>\s]+>)"
+)
+"""The tokens that a grammar in Lark names; and its texts and expressions, in which nothing is one. What is unclosed ends
+with its line, or many would take long."""
+
+
+def _tried(grammar: Grammar, source: str) -> str:
+    """Return what to try of a grammar with a vocabulary of bytes, which has none of the tokens that it names."""
+    if grammar.kind in ("json_schema", "regex"):
+        return source
+    stands_for = {"others": "<[*]>", "token": '"<>"'}
+    return _TOKENS.sub(lambda found: stands_for.get(found.lastgroup or "", found[0]), source)
 
 
 def grammar_sandbox() -> Sandbox:
@@ -141,7 +152,7 @@ def grammar_sandbox() -> Sandbox:
 
 
 def _problem_of(grammar: Grammar, source: str, sandbox: Sandbox, within_s: float | None) -> str:
-    problem = find_problem(sandbox, _for_bytes(source), within_s)
+    problem = find_problem(sandbox, _tried(grammar, source), within_s)
     if sandbox.problem and is_suspicious(grammar):
         raise OSError(
             f"it must be tested in a separate process first, which is not possible here: {sandbox.problem}"

@@ -270,6 +270,30 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     assert "<state>" not in caught.value.reason
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_schema": {"const": "<[5]>"}},
+        {"json_schema": {"properties": {"<|im_start|>": {"enum": ["<[^5]>"]}}}},
+        {"regex": "a<[5]>"},
+        {"grammar": 'start: "<[5]>" /"<[5]>/ // "a\n'},
+        {"grammar": "start: <|im_start|> <[700-701]> <[^5,700]>{2} <[*]>"},
+    ],
+    ids=str,
+)
+def test_grammar_names_tokens_of_the_vocabulary_outside_of_texts(
+    grammars: LlamaGrammars, options: dict[str, Any]
+) -> None:
+    assert compiled(grammars, **options)
+
+
+def test_grammar_that_names_an_unknown_token_is_told_the_known_ones(
+    grammars: LlamaGrammars,
+) -> None:
+    with pytest.raises(GrammarError, match=r"unknown special token.*<\|im_end\|>"):
+        compiled(grammars, grammar="start: <nothing>")
+
+
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
