@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.fingerprint import is_unchanged, model_parts
 from cbatch.backend.llama.gguf import (
     AGAIN,
     FLOAT,
@@ -53,6 +54,7 @@ class Adapters:
         with reading("adapters"):
             self._files = {name: Path(file).absolute() for name, file in files.items()}
         self.names = tuple(files)
+        self._parts = {name: model_parts(os.fspath(path)) for name, path in self._files.items()}
         self._pointers: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
         with llama_log().captured(), ExitStack() as undo:
@@ -69,15 +71,14 @@ class Adapters:
 
         Raises:
             ConfigError: no adapter of that name.
-            ModelLoadError: the file cannot be read any more.
+            OSError: the file is gone, or is not the file that was loaded.
         """
         path = self._path(name)
         if name not in self._digests:
-            try:
-                self._digests[name] = _digest(path)
-            except OSError as error:
-                problem = f"adapter {name!r}: {path}: cannot be read: {error.strerror}"
-                raise ModelLoadError(problem) from error
+            found = _digest(path)
+            if not is_unchanged(self._parts[name]):
+                raise OSError(f"the file of adapter {name!r} was replaced since it was loaded")
+            self._digests[name] = found
         return self._digests[name]
 
     def use(self, ctx: Any, adapters: AdapterSet) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.embedder import LlamaEmbedder, check_pooling
-from cbatch.backend.llama.fingerprint import fingerprint, model_parts
+from cbatch.backend.llama.fingerprint import fingerprint
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
@@ -44,7 +44,6 @@ class EmbedOnlyBackend:
         self.n_window = model.n_embed_max
         self.memory = KvCapabilities("partitioned", self.n_slots * self.n_window)
         self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
-        self._parts = model_parts(model.name)
         self._is_closed = False
         llama_log().install()
 
@@ -71,7 +70,7 @@ class EmbedOnlyBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what vectors depend on; see `Backend.fingerprint`."""
-        return fingerprint(self._parts, self.options)
+        return fingerprint(self.model.parts, self.options)
 
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         """Refuse cells: there are none; see `Backend.validate_state`."""

@@ -47,12 +47,12 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time.
 
     Args:
-        parts: the model's files, as `model_parts` found them when it was loaded.
+        parts: the model's files, as `model_parts` found them before it was loaded.
 
     Raises:
         OSError: the files are gone, or are not the files that were loaded.
     """
-    if not parts or parts != model_parts(str(parts[0][0])):
+    if not is_unchanged(parts):
         raise OSError("the model's file was removed or replaced since it was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
     if options.exact:  # else only the layout of cells depends on it, and their rounding
@@ -119,9 +119,14 @@ def model_parts(name: str) -> Parts:
     """Return a model's files with size and time, or nothing where they are gone."""
     try:
         stats = [(part, part.stat()) for part in _parts(Path(name).absolute())]
-    except OSError:
+    except (OSError, ValueError):  # the second: no name of a file
         return ()
     return tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats)
+
+
+def is_unchanged(parts: Parts) -> bool:
+    """Whether files are there as `model_parts` found them."""
+    return bool(parts) and parts == model_parts(str(parts[0][0]))
 
 
 @lru_cache(maxsize=8)

@@ -28,7 +28,6 @@ from cbatch.backend.llama.fingerprint import (
     answer_settings,
     depends_on_threads,
     fingerprint,
-    model_parts,
     rope_factors,
 )
 from cbatch.backend.llama.grammar import LlamaGrammars
@@ -113,7 +112,6 @@ class LlamaBackend:
         """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         try:
             self._set_up()
-            self._parts = model_parts(model.name)
             self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
         except BaseException:
             llama_cpp.llama_free(self.ctx)
@@ -569,7 +567,7 @@ class LlamaBackend:
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
-        return {**fingerprint(self._parts, self.options), **said}
+        return {**fingerprint(self.model.parts, self.options), **said}
 
 
 def _last_part(chunk: Span, tokens: Sequence[int]) -> Span:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.fingerprint import model_parts, tensor_types
+from cbatch.backend.llama.fingerprint import Parts, model_parts, tensor_types
 from cbatch.backend.llama.gguf import DamagedError, Header, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
@@ -98,6 +98,7 @@ class LlamaModel:
         owner: object = None,
         template: str | None = None,
         has_weights: bool = True,
+        parts: Parts | None = None,
     ) -> None:
         """Read the model's metadata and vocabulary.
 
@@ -106,7 +107,10 @@ class LlamaModel:
             name: its path; error messages begin with it.
             owner: the object that frees it; `None` for this object.
             template: Jinja that replaces the model's own chat template.
+            parts: its files as they were before they were read; None for as they are now.
         """
+        self.parts = model_parts(name) if parts is None else parts
+        """Its files; empty where they are gone."""
         self.placement = placement or Placement()
         self.has_weights = has_weights
         self.kernels = ""
@@ -244,7 +248,7 @@ class LlamaModel:
 
     @property
     def _tensors(self) -> Sequence[str]:
-        return [name for name, _ in tensor_types(model_parts(self.name))]
+        return [name for name, _ in tensor_types(self.parts)]
 
     @property
     def n_embed_max(self) -> int:

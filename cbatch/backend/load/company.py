@@ -115,7 +115,7 @@ def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     if model.is_borrowed or (options.exact and options.n_slots > 1):
         return ()
     n_graph = min(options.n_ubatch, context_cells(model, options))
-    return note_parts(model.name, options, slots=options.n_slots, n_graph=n_graph)
+    return note_parts(model.parts, options, slots=options.n_slots, n_graph=n_graph)
 
 
 def _remembered(model: LlamaModel, options: EngineOptions) -> Tuning | None:

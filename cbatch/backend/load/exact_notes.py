@@ -127,7 +127,9 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     if model.is_borrowed:
         return ()
     window = options.ctx_per_seq or (options.n_ctx or _WINDOW) // options.n_slots
-    return note_parts(model.name, options, slots=options.n_exact_slots, window=min(window, _WINDOW))
+    return note_parts(
+        model.parts, options, slots=options.n_exact_slots, window=min(window, _WINDOW)
+    )
 
 
 def _noted(found: Tuning) -> _ExactNote:

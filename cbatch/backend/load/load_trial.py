@@ -11,6 +11,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.errors import ConfigError, ModelLoadError
@@ -67,8 +68,8 @@ def check_load(
     Raises:
         ModelLoadError: llama.cpp ended the process.
     """
-    depends = note_parts(os.fspath(path), options, has_weights=has_weights)
-    tried = note_parts(projector, options) if projector else depends
+    depends = note_parts(model_parts(os.fspath(path)), options, has_weights=has_weights)
+    tried = note_parts(model_parts(projector), options) if projector else depends
     if not depends or not tried:
         return
     said = {

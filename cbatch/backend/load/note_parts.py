@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.backend.llama.fingerprint import Parts, file_digest, is_unchanged
 from cbatch.backend.load.packed import kernels
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 
@@ -22,21 +22,21 @@ _NO_MATTER = (
 _LEFT_OUT = {f.name for f in fields(ScheduleOptions)}.union(_SIZES, _NO_MATTER)
 
 
-def note_parts(name: str, options: EngineOptions, **sizes: object) -> Sequence[str]:
-    """Return what a finding depends on, for `notes`; empty if the model's file is missing, or RPC servers compute.
+def note_parts(parts: Parts, options: EngineOptions, **sizes: object) -> Sequence[str]:
+    """Return what a finding depends on, for `notes`; empty if the model's file has changed, or RPC servers compute.
 
     Args:
+        parts: the model's files as they were before they were read.
         options: sizes, and options that change no bits, are left out.
         sizes: those on which the finding depends.
     """
-    parts = model_parts(name)
-    if options.rpc_servers or not parts:
+    if options.rpc_servers or not is_unchanged(parts):
         return ()
     try:
         digest = file_digest(parts)
     except OSError:
         return ()
-    if found := kernels(name, options):
+    if found := kernels(parts, options):
         sizes["kernels"] = found
     said = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _LEFT_OUT}
     return digest, *(f"{name}={value!r}" for name, value in {**said, **sizes}.items())

@@ -15,6 +15,7 @@ from typing import Any
 from cbatch.backend.bindings import bounded_spins, llama_cpp
 from cbatch.backend.devices import add_servers, free_on_devices
 from cbatch.backend.llama.chat_template import parse_override
+from cbatch.backend.llama.fingerprint import Parts, model_parts
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import LlamaModel, Placement
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
@@ -80,6 +81,7 @@ def open_model(
     if isinstance(model, llama_cpp.Llama):
         return _borrow(model, template)
     path = Path(model)
+    parts = model_parts(os.fspath(path))
     header = check_file(path)
     _init_backend()
     if not (is_trial or (header is not None and is_proven(header))):
@@ -94,7 +96,7 @@ def open_model(
         elif not has_sound_amx(shipped_model()):
             _log.warn("%s", AMX_ADVICE)
             params.use_extra_bufts = False
-        elif not why_not_packed(str(path), options, n_sharing):
+        elif not why_not_packed(parts, options, n_sharing):
             kernels = KERNELS
         # few weights stay as they are in the file where they are packed: nothing to map
         params.load_mode = _LOAD_MODES[options.use_mmap and not kernels, options.use_mlock]
@@ -112,7 +114,7 @@ def open_model(
         main_gpu=options.main_gpu,
         tensor_split=options.tensor_split,
     )
-    model = _checked(pointer, str(path), placement, template, has_weights=has_weights)
+    model = _checked(pointer, str(path), placement, template, has_weights=has_weights, parts=parts)
     model.kernels = kernels
     return model
 
@@ -194,6 +196,7 @@ def _checked(
     *,
     owner: object = None,
     has_weights: bool = True,
+    parts: Parts | None = None,
 ) -> LlamaModel:
     """Return the model if it can generate text or embed it; otherwise free it, unless it is borrowed."""
     model = LlamaModel(
@@ -203,6 +206,7 @@ def _checked(
         owner=owner,
         template=template,
         has_weights=has_weights,
+        parts=parts,
     )
     if model.why_not_generative and not model.can_embed:
         reason = model.why_not_generative

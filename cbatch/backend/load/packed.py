@@ -18,7 +18,6 @@ from cbatch.backend.bindings import build_name, llama_cpp, said
 from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.host_limits import host_total
 from cbatch.backend.library_trial import wrong_answer
-from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import library
 from cbatch.backend.load import notes
 from cbatch.errors import ConfigError
@@ -27,6 +26,7 @@ from cbatch.support.processes import run_apart
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cbatch.backend.llama.fingerprint import Parts
     from cbatch.engine_options import EngineOptions
 
 KERNELS = "packed 1"
@@ -44,10 +44,11 @@ _FITS, _BAD_PROCESSOR, _TOO_LATE = 0, 2, 13
 _SOUND = "sound"
 
 
-def why_not_packed(path: str, options: EngineOptions, n_sharing: int = 1) -> str:
+def why_not_packed(parts: Parts, options: EngineOptions, n_sharing: int = 1) -> str:
     """Return why a model's weights are not packed, in words for `cbatch info`; empty if they are.
 
     Args:
+        parts: the model's files.
         n_sharing: processes that load it.
     """
     if options.repack != "auto":
@@ -55,15 +56,15 @@ def why_not_packed(path: str, options: EngineOptions, n_sharing: int = 1) -> str
     if not computes_on_cpu(options):
         return "a GPU or another device computes them"
     n_copies = _N_PROCESSES if options.exact else n_sharing
-    n_bytes = sum(size for _, size, _ in model_parts(path)) * n_copies
+    n_bytes = sum(size for _, size, _ in parts) * n_copies
     if n_bytes * _N_TIMES > (host_total() or 0):
         return f"the memory is smaller than {_N_TIMES} times the weights of all processes"
     return why_unfit()
 
 
-def kernels(path: str, options: EngineOptions) -> str:
+def kernels(parts: Parts, options: EngineOptions) -> str:
     """Return which products compute a model, for notes and fingerprints; empty for llama.cpp's."""
-    return "" if why_not_packed(path, options) else KERNELS
+    return "" if why_not_packed(parts, options) else KERNELS
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def survives(
 ) -> bool:
     """Whether a separate process survived steps of all numbers of sequences; tried once on a machine."""
     said = _for_process(model, options)
-    depends = note_parts(model.name, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
+    depends = note_parts(model.parts, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
     if not depends:
         return True
     found = outcome(_NOTE, depends, (model.name, json.dumps(said)), is_stopped)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.devices import computes_on_cpu
-from cbatch.backend.llama.fingerprint import model_parts, tensor_types
+from cbatch.backend.llama.fingerprint import tensor_types
 from cbatch.backend.llama.pad_rows import N_GROUP, N_TILED, n_sequences
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _TILED = {
 
 def has_plain_weights(model: LlamaModel) -> bool:
     """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
-    types = {type for _, type in tensor_types(model_parts(model.name))}
+    types = {type for _, type in tensor_types(model.parts)}
     return bool(types) and types <= _PLAIN
 
 
@@ -57,7 +57,7 @@ def may_cut_anywhere(model: LlamaModel, options: EngineOptions) -> bool:
 def _tiled_experts(model: LlamaModel) -> Sequence[tuple[str, int]]:
     if not _has_tiles():
         return ()
-    types = tensor_types(model_parts(model.name))
+    types = tensor_types(model.parts)
     return [(name, type) for name, type in types if "_exps." in name and type in _TILED]
 
 

@@ -290,6 +290,21 @@ def test_file_that_is_not_the_one_that_was_loaded_has_no_fingerprint(
         fingerprint(loaded, EngineOptions())
 
 
+def test_file_that_changes_amid_its_load_has_no_fingerprint(
+    synth: SynthFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(synth("test"), path)
+
+    def is_stopped() -> bool:
+        os.utime(path, (1, 1))
+        return False
+
+    model = open_model(path, is_stopped=is_stopped)
+    with closing(model), pytest.raises(OSError, match="removed or replaced"):
+        fingerprint(model.parts, EngineOptions())
+
+
 def test_backend_remembers_the_file_it_was_loaded_from(
     synth: SynthFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
