@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
-from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.row_digests import DigestingStepper, RowDigests
 from cbatch.backend.load import packed
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.core.plan import Binding, Slot, StepResult
+    from cbatch.core.plan import StepResult
     from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
@@ -38,51 +36,28 @@ N_GREEDY = 8
 TYPES = ["q8_0", "q4_0", "f16", "bf16", "q4_k_m", "q6_k", "iq4_xs"]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": N_GREEDY, "ignore_eos": True}
 
-Rows = dict[tuple[int, int], bytes]
-"""Logits by (seed of the request, position of the token they stand after)."""
 
-
-class RecordingStepper(NativeStepper):
-    """Keeps the logits of every output, one step a run."""
+class RecordingStepper(DigestingStepper):
+    """Keeps digests of the logits of every output, and the widths of steps."""
 
     def __init__(self, ctx: Any, **sizes: Any) -> None:
-        super().__init__(ctx, **sizes)
-        self.rows: Rows = {}
+        self.rows: RowDigests = {}
+        super().__init__(ctx, rows=self.rows, **sizes)
         self.n_rows_max = self.n_pad_rows = 0
         self.widths: set[int] = set()
-        self._ctx, self._n_bytes = ctx, 4 * sizes["n_vocab"]
-        self._seeds: dict[Slot, int] = {}
-
-    def bind(self, binding: Binding) -> None:
-        super().bind(binding)
-        self._seeds[binding.slot] = binding.sampling.seed
 
     def run(
-        self,
-        chunks: Sequence[Span],
-        n_steps: int = 1,
-        slice_s: float = 0.0,
-        masks: Any = None,
-        await_masks: Any = None,
-        pads: Collection[Span] = (),
-        changes: Any = None,
-        n_drafts: int = 0,
+        self, chunks: Sequence[Span], *args: Any, pads: Collection[Span] = (), **given: Any
     ) -> StepResult:
-        result = super().run(chunks, masks=masks, pads=pads, changes=changes)
+        n_before = len(self.rows)
+        result = super().run(chunks, *args, pads=pads, **given)
+        n_outputs = sum(c.has_output for c in chunks)
+        assert len(self.rows) == n_before + n_outputs, "a token was computed twice"
         self.n_pad_rows += len(pads)
         self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
         if len(chunks[0].inputs) == 1:
             self.widths.add(len(chunks))
-        for i, chunk in enumerate(chunks):
-            if chunk.has_output and chunk.slot in self._seeds:
-                key = (self._seeds[chunk.slot], chunk.start + len(chunk.inputs) - 1)
-                assert key not in self.rows, "a token was computed twice"
-                self.rows[key] = self._row(output_row(chunks, i))
         return result
-
-    def _row(self, i_row: int) -> bytes:
-        row = llama_cpp.llama_get_logits_ith(ctypes.cast(self._ctx, ctypes.c_void_p), i_row)
-        return ctypes.string_at(row, self._n_bytes)
 
 
 @dataclass
@@ -94,8 +69,9 @@ class Exact:
     prompts: list[list[int]]
     shape: RowShape
 
-    def take_rows(self) -> Rows:
-        rows, self.stepper.rows = self.stepper.rows, {}
+    def take_rows(self) -> RowDigests:
+        rows = dict(self.stepper.rows)
+        self.stepper.rows.clear()
         return rows
 
     def items(self) -> list[BatchPrompt]:

@@ -28,7 +28,7 @@ from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
 from tests.backend.damage import without_numbers
-from tests.backend.slots import FailingStepper, bind_all, chunk, held
+from tests.backend.slots import FailingStepper, bound_backends, chunk, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +273,6 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def make(synth: SynthFactory) -> Iterator[MakeBackend]:
     """Return a factory of backends of 8 slots of 512 cells whose steps may be filled."""
-    made: list[LlamaBackend] = []
 
     def make_backend(
         path: Path | None = None, stepper: Any = None, *, has_short_pool: bool = False, **given: Any
@@ -281,13 +280,10 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
         options = EngineOptions(**{**SIZES, "n_threads": 1, **given})
         model = open_model(path or synth(type="q8_0"))
         tuning = Tuning(options, may_widen=True, has_short_pool=has_short_pool)
-        made.append(LlamaBackend(model, tuning, stepper=stepper))
-        bind_all(made[-1])
-        return made[-1]
+        return bound(LlamaBackend(model, tuning, stepper=stepper))
 
-    yield make_backend
-    for backend in made:
-        backend.close()
+    with bound_backends() as bound:
+        yield make_backend
 
 
 def fill(backend: LlamaBackend, *lengths: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from cbatch.backend.llama.context import sequences_of
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
@@ -22,6 +21,7 @@ from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan, StepResult
 from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY, RunOptions
+from tests.backend.slots import bound_backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,22 +40,16 @@ LONGER = [400 + i for i in range(30)]
 @pytest.fixture
 def make(synth: SynthFactory) -> Iterator[MakeBackend]:
     """Return a factory of backends with pad rows: 5 slots of 256 cells, all bound to greedy sampling."""
-    log, made = llama_log(), list[LlamaBackend]()
-    log.install()
 
     def make_backend(shape: RowShape, *, stepper: Any = None) -> LlamaBackend:
         options = EngineOptions(parallel=N_SLOTS, ctx_per_seq=100, n_threads=1, exact=True)
-        made.append(
-            LlamaBackend(open_model(synth()), Tuning(options, shape=shape), stepper=stepper)
-        )
-        bind(made[-1])
-        assert made[-1].n_window == N_WINDOW
-        return made[-1]
+        tuning = Tuning(options, shape=shape)
+        backend = bound(LlamaBackend(open_model(synth()), tuning, stepper=stepper))
+        assert backend.n_window == N_WINDOW
+        return backend
 
-    yield make_backend
-    for backend in made:
-        backend.close()
-    log.remove()
+    with bound_backends() as bound:
+        yield make_backend
 
 
 def bind(backend: LlamaBackend, **given: Any) -> None:
