@@ -87,7 +87,7 @@ class Vocab(Protocol):
         """
 
     def stop_encoding(self) -> None:
-        """End what is being encoded, and encode nothing more: the engine closes. From any thread."""
+        """End what is being rendered or encoded, and do no more of it: the engine closes. From any thread."""
 
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none."""

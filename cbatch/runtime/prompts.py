@@ -126,7 +126,7 @@ class PromptTokenizer:
         return found
 
     def stop_encoding(self) -> None:
-        """End what is being encoded, and encode nothing more."""
+        """End what is being rendered or encoded, and do no more of it."""
         if self._vocab is not None:
             self._vocab.stop_encoding()
 

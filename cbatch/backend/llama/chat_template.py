@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_chat_format
 from cbatch.backend.llama import template_job
 from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
-from cbatch.errors import ConfigError, ModelLoadError, PromptError, RequestFailedError
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    ModelLoadError,
+    PromptError,
+    RequestFailedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,19 +142,23 @@ class _Renderer:
         self._changed = threading.Condition()
         """Guards the processes."""
         self._free: list[Sandbox] = []
-        self._n_running = 0
+        self._asked: set[Sandbox] = set()
         """Processes that are being asked."""
         self._turns = _Turns()
-        self._is_closed = False
+        self._is_stopped = False
 
     def ask(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
-        """Return the answer of `template_job`: `text`, `broken` or `refused`; or under `unasked` why there is none."""
+        """Return the answer of `template_job`: `text`, `broken` or `refused`; or under `unasked` why there is none.
+
+        Raises an `EngineClosedError` once it is stopped.
+        """
         now_s = self._clock()
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
         with self._turns.turn():
             sandbox = self._take()
+            self._check_open()
             if not sandbox.is_possible:
                 return template_job.begin(self._settings)(question)
             if sandbox.problem:
@@ -156,6 +166,7 @@ class _Renderer:
             try:
                 found: dict[str, str] = sandbox.ask(question)
             except NoAnswerError as error:
+                self._check_open()
                 if sandbox.problem:
                     return {"unasked": f"no process for the template: {sandbox.problem}"}
                 kind = "refused" if error.is_lasting else "unasked"
@@ -178,9 +189,9 @@ class _Renderer:
                 sandbox = self._free.pop() if self._free else self._new()
                 sandbox.start()
                 if not sandbox.problem:
-                    self._n_running += 1
+                    self._asked.add(sandbox)
                     return sandbox
-                if not self._n_running:
+                if not self._asked:
                     return sandbox
                 self._changed.wait()
 
@@ -189,8 +200,8 @@ class _Renderer:
 
     def _give_back(self, sandbox: Sandbox) -> None:
         with self._changed:
-            self._n_running -= 1
-            if self._is_closed or sandbox.problem or len(self._free) == _N_AT_ONCE:
+            self._asked.discard(sandbox)
+            if self._is_stopped or sandbox.problem or len(self._free) == _N_AT_ONCE:
                 sandbox.close()
             else:
                 self._free.append(sandbox)
@@ -206,9 +217,19 @@ class _Renderer:
                 f"no process can be started for the chat template: {sandbox.problem}"
             )
 
+    def _check_open(self) -> None:
+        if self._is_stopped:
+            raise EngineClosedError("the engine is closed")
+
+    def stop(self) -> None:
+        """End all chats that are being rendered, and render no more. From any thread."""
+        with self._changed:
+            self._is_stopped = True
+            for sandbox in self._asked:
+                sandbox.stop()
+
     def close(self) -> None:
         with self._changed:
-            self._is_closed = True
             while self._free:
                 self._free.pop().close()
 
@@ -237,6 +258,11 @@ class ChatTemplate:
         """Start the process of the first chat. Raises a ModelLoadError if none can be started."""
         if self._renderer is not None:
             self._renderer.start()
+
+    def stop(self) -> None:
+        """End all chats that are being rendered, and render no more. From any thread."""
+        if self._renderer is not None:
+            self._renderer.stop()
 
     def close(self) -> None:
         """End the idle processes; later chats start new ones."""

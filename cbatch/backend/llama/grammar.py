@@ -133,7 +133,7 @@ _TOKENS = re.compile(
     r'"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?'
     r"|(?P<others><\[\^[^]<\n]*]>)|(?P<token><(?!\[\*]>)[^<>\s]+>)"
 )
-"""The tokens that a grammar in Lark names; and its texts and expressions, in which nothing is one. What is unclosed ends
+"""The tokens that a grammar in Lark names; and its texts and expressions, in which nothing is one. An unclosed one ends
 with its line, or many would take long."""
 
 

@@ -66,6 +66,7 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._pid, self._is_ready = 0, False
+        self._is_stopped = False
         self.problem = ""
         """Why the process could not be started the last time; empty where it runs, or none was needed yet."""
 
@@ -110,6 +111,8 @@ class Sandbox:
         for _ in range(2):
             self.start()
             process = self._process
+            if process is not None and self._is_stopped:
+                process.kill()
             answer = b"" if process is None else self._answer(process, line, wall_s)
             ended_by = None if process is None else process.returncode
             if not answer or answer.startswith(_LAST):
@@ -117,7 +120,7 @@ class Sandbox:
             if answer:
                 return json.loads(answer.removeprefix(_LAST))
             # where another program has killed it, another process may answer
-            if ended_by != -signal.SIGKILL:
+            if ended_by != -signal.SIGKILL or self._is_stopped:
                 break
         is_lasting = ended_by not in (None, -signal.SIGKILL) and not self.problem
         raise NoAnswerError(is_lasting=is_lasting)
@@ -136,6 +139,12 @@ class Sandbox:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LAST_S)
         return answer
+
+    def stop(self) -> None:
+        """End the question under way, without an answer; so end later ones. From any thread."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
 
     def close(self) -> None:
         """End the process. Twice is harmless; from any thread it ends a question under way."""

@@ -298,7 +298,8 @@ class LlamaVocab:
             self.projector.encode(tokens.pictures)  # type: ignore[arg-type]  # which `picture_tokens` put there
 
     def stop_encoding(self) -> None:
-        """End what is being encoded, for nobody waits for it; see `cbatch.backend.Vocab`."""
+        """End what is being rendered or encoded, for nobody waits for it; see `cbatch.backend.Vocab`."""
+        self._chat.stop()
         if self.projector is not None:
             self.projector.stop()
 

@@ -16,7 +16,7 @@ import pytest
 from cbatch.backend.llama import chat_template
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
 from cbatch.backend.llama.sandbox import NoAnswerError
-from cbatch.errors import ConfigError, ModelLoadError, RequestFailedError
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, RequestFailedError
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -289,6 +289,22 @@ def test_killed_process_costs_no_chat() -> None:
         for pid in set(children()) - before:
             os.kill(pid, signal.SIGKILL)
     assert template.render([USER]) == "[Hi]"
+    template.close()
+
+
+def test_chat_that_takes_long_ends_once_the_engine_closes() -> None:
+    many = "{% for i in range(99999) %}"
+    template = ChatTemplate(many * 3 + "{% endfor %}" * 3)
+    before = set(children())
+    with ThreadPoolExecutor() as threads:
+        held = threads.submit(template.render, [USER])
+        while not set(children()) - before:
+            os.sched_yield()
+        template.stop()
+        with pytest.raises(EngineClosedError):
+            held.result(PATIENCE_S)
+    with pytest.raises(EngineClosedError):
+        template.render([USER])
     template.close()
 
 
