@@ -154,7 +154,7 @@ void draft_model::read_guess(const cbatch_api & api, guesses * g) noexcept {
     const int32_t its_class = lead_class(logits[likeliest] - second);
     const float before = g->n > 0 ? g->chances[g->n - 1] : 1.0f;
     const float chance = before * chance_of(leads[its_class]);
-    if (chance < least_chance || std::find(g->stop->begin(), g->stop->end(), likeliest) != g->stop->end()) {
+    if (chance < least_chance || std::binary_search(g->stop->begin(), g->stop->end(), likeliest)) {
         return;
     }
     g->tokens[g->n] = likeliest;

@@ -15,7 +15,7 @@ constexpr int32_t n_lead_classes = 6;
 struct guesses {
     int32_t slot = 0;
     const std::vector<int32_t> * text = nullptr;  // the slot's tokens
-    const std::vector<int32_t> * stop = nullptr;  // tokens that end it: none is guessed
+    const std::vector<int32_t> * stop = nullptr;  // tokens that end it, ascending: none is guessed
     int32_t n_text = 0;       // tokens before the first guess
     int32_t n = 0;            // guesses
     int32_t n_fed = 0;        // those that have a cell

@@ -44,7 +44,7 @@ struct binding {
     int32_t output_origin = 0;
     row_binding row;
     int64_t cost_ps = 0;  // of one logit under the rule
-    std::vector<int32_t> stop;
+    std::vector<int32_t> stop;  // ascending: there may be as many as tokens
     std::unique_ptr<drafts> next;  // NULL where it has no drafts
     bool has_model_drafts = false;
     int32_t last_token = CBATCH_NO_TOKEN;  // sampled last, which has no cell yet
@@ -190,12 +190,8 @@ bool is_sampled(const cbatch_span & c) {
 }
 
 bool is_stop(const binding & b, int32_t token) {
-    for (const int32_t stop : b.stop) {
-        if (token == stop) {
-            return true;
-        }
-    }
-    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
+    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW ||
+           std::binary_search(b.stop.begin(), b.stop.end(), token);
 }
 
 // ---- checking a run before anything is done ----
@@ -883,6 +879,7 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
             return code;
         }
         b.stop.assign(binding->stop, binding->stop + binding->n_stop);
+        std::sort(b.stop.begin(), b.stop.end());
         b.output_origin = binding->output_origin;
         b.cost_ps = sample_cost_ps(b.row.rule);
         if (binding->has_drafts != 0) {
