@@ -42,7 +42,7 @@ def test_log_passes_lines_on_with_their_levels(caplog: pytest.LogCaptureFixture)
         (logging.DEBUG, "debug"),
         (logging.INFO, "bare"),
     ]
-    assert log.recent == ["warn", "error"]
+    assert log.reason() == "warn; error"
     assert drained(log, caplog) == []
 
 

@@ -54,11 +54,9 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
     params = _params(model, options, n_threads)
     ctx = llama_cpp.llama_init_from_model(model.pointer, params)
     if not ctx:
-        llama_log().drain()
-        said = "; ".join(llama_log().recent[-2:])
         raise ModelLoadError(
             f"llama.cpp cannot make a context of {params.n_ctx} cells for {options.n_slots} "
-            f"sequences: {said or 'it gave no reason'}. "
+            f"sequences: {llama_log().reason()}. "
             "Fewer slots (parallel) or a smaller window (ctx_per_seq) need less memory"
         )
     return ctx

@@ -223,10 +223,9 @@ class LlamaEmbedder:
         params = self.context_params(n_room)
         ctx = llama_cpp.llama_init_from_model(self._model.pointer, params)
         if not ctx:
-            llama_log().drain()
-            said = "; ".join(llama_log().recent[-2:]) or "it gave no reason"
+            why = llama_log().reason()
             raise ModelLoadError(
-                f"llama.cpp cannot make a context for texts of {n_room} tokens: {said}"
+                f"llama.cpp cannot make a context for texts of {n_room} tokens: {why}"
             )
         self._ctx, self._n_room = ctx, n_room
         self._has_memory = bool(llama_cpp.llama_get_memory(ctx))

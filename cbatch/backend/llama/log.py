@@ -48,8 +48,7 @@ class LlamaLog:
         )  # a finalizer may free an engine while this thread has the lock
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
-        self.recent: list[str] = []
-        """The last warnings and errors that were drained, the oldest first."""
+        self._recent: list[str] = []  # warnings and errors that were drained
         self._log = Log("cbatch.llama")
 
     def _renew(self) -> None:
@@ -105,10 +104,15 @@ class LlamaLog:
             data = ctypes.string_at(self._buffer, n)  # copied first: the buffer may be filled again
             lines = list(self._lines(data))
             found = [line for level, line in lines if level >= logging.WARNING]
-            self.recent = [*self.recent, *found][-20:]
+            self._recent = [*self._recent, *found][-20:]
         for level, line in lines:
             self._log.write(level, "%s", line)
         return found
+
+    def reason(self) -> str:
+        """Return the last warnings and errors, in which llama.cpp says why it refused something just now."""
+        self.drain()
+        return "; ".join(self._recent[-2:]) or "llama.cpp gave no reason"
 
     def _lines(self, data: bytes) -> Iterator[tuple[int, str]]:
         if self._n_dropped.value:

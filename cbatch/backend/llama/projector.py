@@ -239,10 +239,9 @@ class Projector:
         if not is_on_device:
             self._watch.watch(params)
         ctx = self._mtmd.mtmd_init_from_file(os.fsencode(self.name), self._model.pointer, params)
-        llama_log().drain()
         if not ctx:
-            said = "; ".join(llama_log().recent[-2:]) or "llama.cpp gave no reason"
-            raise ModelLoadError(f"{readable(self.name)} is not a projector of this model: {said}")
+            why = llama_log().reason()
+            raise ModelLoadError(f"{readable(self.name)} is not a projector of this model: {why}")
         return ctx
 
     def _find_what_it_takes(self) -> None:
