@@ -21,7 +21,7 @@ _CONNECT_S = 5.0
 """A server in the same building answers within milliseconds."""
 
 _size, _pointer, _text = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
-# Source: ggml/include/ggml-backend.h.
+# Source: ggml/include/ggml-backend.h, ggml.h.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_count": (_size,),
     "ggml_backend_dev_get": (_pointer, _size),
@@ -37,6 +37,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_reg_by_name": (_pointer, _text),
     "ggml_backend_reg_get_proc_address": (_pointer, _pointer, _text),
     "ggml_backend_register": (None, _pointer),
+    "ggml_blck_size": (ctypes.c_int64, ctypes.c_int),
+    "ggml_type_size": (_size, ctypes.c_int),
 }
 
 
@@ -49,7 +51,7 @@ def free_on_devices() -> list[int]:
     if not llama_cpp.llama_supports_gpu_offload():
         return []
     handles = _devices()
-    kinds = [(_ggml("ggml_backend_dev_type", h), _is_server(h), h) for h in handles]
+    kinds = [(ggml("ggml_backend_dev_type", h), _is_server(h), h) for h in handles]
     servers = [h for kind, is_server, h in kinds if kind == _GPU and is_server]
     gpus = [h for kind, is_server, h in kinds if kind == _GPU and not is_server]
     shared = [h for kind, _, h in kinds if kind == _SHARED_GPU]
@@ -87,23 +89,23 @@ def devices() -> list[Device]:
 
 
 def _described(handle: Any) -> Device:
-    name, maker = (_ggml(f"ggml_backend_dev_{word}", handle) for word in ("name", "description"))
-    is_gpu = _ggml("ggml_backend_dev_type", handle) in (_GPU, _SHARED_GPU)
+    name, maker = (ggml(f"ggml_backend_dev_{word}", handle) for word in ("name", "description"))
+    is_gpu = ggml("ggml_backend_dev_type", handle) in (_GPU, _SHARED_GPU)
     return Device(_readable(name), _readable(maker), is_gpu, *_memory(handle), handle)
 
 
 def backends() -> dict[str, int]:
     """Return how many devices each backend has, by ggml's names, such as CUDA."""
-    handles = [_ggml("ggml_backend_reg_get", i) for i in range(_ggml("ggml_backend_reg_count"))]
+    handles = [ggml("ggml_backend_reg_get", i) for i in range(ggml("ggml_backend_reg_count"))]
     return {
-        _readable(_ggml("ggml_backend_reg_name", h)): _ggml("ggml_backend_reg_dev_count", h)
+        _readable(ggml("ggml_backend_reg_name", h)): ggml("ggml_backend_reg_dev_count", h)
         for h in handles
     }
 
 
 def device_names() -> list[str]:
     """Return what each device is called by its maker: processors too."""
-    return [_readable(_ggml("ggml_backend_dev_description", handle)) for handle in _devices()]
+    return [_readable(ggml("ggml_backend_dev_description", handle)) for handle in _devices()]
 
 
 def _readable(text: bytes) -> str:
@@ -136,15 +138,15 @@ def add_servers(servers: Sequence[str]) -> None:
 
 def _register(server: str) -> None:
     # Source: common/arg.cpp, add_rpc_devices; a server that is registered twice counts once
-    backend = _ggml("ggml_backend_reg_by_name", b"RPC")
-    address = _ggml("ggml_backend_reg_get_proc_address", backend, b"ggml_backend_rpc_add_server")
+    backend = ggml("ggml_backend_reg_by_name", b"RPC")
+    address = ggml("ggml_backend_reg_get_proc_address", backend, b"ggml_backend_rpc_add_server")
     add = ctypes.CFUNCTYPE(_pointer, _text)(address)
     added = add(server.encode())
     if not added:
         raise ModelLoadError(
             f"rpc_servers: {server} has no device: start rpc-server there with a device, or leave this server out"
         )
-    _ggml("ggml_backend_register", added)
+    ggml("ggml_backend_register", added)
 
 
 def _n_free(handle: Any) -> int:
@@ -153,20 +155,20 @@ def _n_free(handle: Any) -> int:
 
 def _memory(handle: Any) -> tuple[int, int]:
     n_free, n_total = _size(), _size()
-    _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
+    ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
     return n_free.value, n_total.value
 
 
 def _devices() -> list[Any]:
-    return [_ggml("ggml_backend_dev_get", i) for i in range(_ggml("ggml_backend_dev_count"))]
+    return [ggml("ggml_backend_dev_get", i) for i in range(ggml("ggml_backend_dev_count"))]
 
 
 def _is_server(handle: Any) -> bool:
-    backend = _ggml("ggml_backend_dev_backend_reg", handle)
-    return bool(_ggml("ggml_backend_reg_name", backend) == b"RPC")
+    backend = ggml("ggml_backend_dev_backend_reg", handle)
+    return bool(ggml("ggml_backend_reg_name", backend) == b"RPC")
 
 
-def _ggml(name: str, *args: Any) -> Any:
+def ggml(name: str, *args: Any) -> Any:
     """Call a function of llama.cpp's own ggml; a wheel may contain another copy, with other devices."""
     result, *kinds = _SIGNATURES[name]
     return ctypes.CFUNCTYPE(result, *kinds)((name, llama_cpp.llama_cpp._lib))(*args)

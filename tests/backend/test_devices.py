@@ -41,7 +41,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             }
             return answers[name](*args)
 
-        monkeypatch.setattr(devices, "_ggml", ggml)
+        monkeypatch.setattr(devices, "ggml", ggml)
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
 
     return have
@@ -65,7 +65,7 @@ def test_servers_come_first_and_shared_memory_only_without_others(
 
 
 def test_signatures_are_those_of_the_library() -> None:
-    ggml = devices._ggml
+    ggml = devices.ggml
     assert ggml("ggml_backend_dev_count") >= 1
     first = ggml("ggml_backend_dev_get", 0)
     assert devices._n_free(first) >= 0
@@ -118,7 +118,7 @@ def test_server_is_registered_by_the_backend_s_own_function(
         calls.append((name, *args))
         return ctypes.cast(add, ctypes.c_void_p).value if name.endswith("address") else 5
 
-    monkeypatch.setattr(devices, "_ggml", ggml)
+    monkeypatch.setattr(devices, "ggml", ggml)
     monkeypatch.setattr(llama_cpp, "llama_supports_rpc", lambda: True)
     refused = pytest.raises(ModelLoadError, match=f"{server} has no device")
     with nullcontext() if has_device else refused:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from cbatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.backend import Message
 
@@ -36,14 +35,8 @@ _NO_TEMPLATE = (
 _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
 """Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
-_N_AT_ONCE = 2
-"""Most chats that are rendered at the same time while none is slow. Our choice."""
-
-_N_PROCESSES = 4
-"""Most chats that are rendered at the same time, slow ones included. Our choice: each may have 1 GiB."""
-
-_LONG_S = 0.5
-"""Seconds after which a chat is slow, and another may start beside it. Our choice: most take some milliseconds."""
+_N_PROCESSES, _N_IDLE = 4, 2
+"""Most chats that are rendered at the same time, and most processes that stay. Our choice: each may have 1 GiB."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "text_of_a_probe"}
@@ -97,36 +90,6 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-class _Turns:
-    """Limits how many chats are rendered at the same time; slow ones hold up no others until `_N_PROCESSES` run."""
-
-    def __init__(self) -> None:
-        self._begun: dict[object, float] = {}
-        """Start of each chat that is being rendered."""
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until another chat may start; it ends with the block."""
-        turn = object()
-        with self._changed:
-            while (wait_s := self._wait_s()) > 0:
-                self._changed.wait(wait_s)
-            self._begun[turn] = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._begun[turn]
-                self._changed.notify_all()
-
-    def _wait_s(self) -> float:
-        if len(self._begun) >= _N_PROCESSES:
-            return threading.TIMEOUT_MAX
-        newest = sorted(self._begun.values())[-_N_AT_ONCE:]
-        return newest[0] + _LONG_S - time.monotonic() if len(newest) == _N_AT_ONCE else 0.0
-
-
 class _Renderer:
     """Renders chats in other processes, or in this one if none can be started. From any thread."""
 
@@ -144,7 +107,7 @@ class _Renderer:
         self._free: list[Sandbox] = []
         self._asked: set[Sandbox] = set()
         """Processes that are being asked."""
-        self._turns = _Turns()
+        self._turns = threading.BoundedSemaphore(_N_PROCESSES)
         self._is_stopped = False
 
     def ask(
@@ -156,14 +119,14 @@ class _Renderer:
         """
         now_s = self._clock()
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
-        with self._turns.turn():
+        with self._turns:
             sandbox = self._take()
-            self._check_open()
             if not sandbox.is_possible:
                 return template_job.begin(self._settings)(question)
             if sandbox.problem:
                 return {"unasked": f"no process for the template: {sandbox.problem}"}
             try:
+                self._check_open()
                 found: dict[str, str] = sandbox.ask(question)
             except NoAnswerError as error:
                 self._check_open()
@@ -201,7 +164,7 @@ class _Renderer:
     def _give_back(self, sandbox: Sandbox) -> None:
         with self._changed:
             self._asked.discard(sandbox)
-            if self._is_stopped or sandbox.problem or len(self._free) == _N_AT_ONCE:
+            if self._is_stopped or sandbox.problem or len(self._free) == _N_IDLE:
                 sandbox.close()
             else:
                 self._free.append(sandbox)

@@ -6,12 +6,12 @@ checked here; what libmtmd asserts is tried in a separate process.
 
 from __future__ import annotations
 
-import ctypes
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.backend.bindings import llama_cpp, mtmd_bindings
+from cbatch.backend.devices import ggml
 from cbatch.backend.llama.gguf import AGAIN, DamagedError, Header, StoredTensor, read_header
 from cbatch.backend.load.load_trial import check_load
 from cbatch.errors import ModelLoadError
@@ -88,15 +88,5 @@ def _n_bytes(tensor: StoredTensor) -> int:
     """Return the bytes of a tensor; 0 where its type is unknown, which llama.cpp refuses."""
     if tensor.type >= llama_cpp.GGML_TYPE_COUNT:
         return 0
-    n_block = _ggml("ggml_blck_size", ctypes.c_int64, tensor.type)
-    return (
-        prod(tensor.sizes)
-        // max(n_block, 1)
-        * _ggml("ggml_type_size", ctypes.c_size_t, tensor.type)
-    )
-
-
-def _ggml(name: str, result: Any, type: int) -> int:
-    """Call a function of llama.cpp's own ggml about a type of numbers. Source: ggml/include/ggml.h."""
-    found: int = ctypes.CFUNCTYPE(result, ctypes.c_int)((name, llama_cpp.llama_cpp._lib))(type)
-    return found
+    n_block = ggml("ggml_blck_size", tensor.type)
+    return int(prod(tensor.sizes) // max(n_block, 1) * ggml("ggml_type_size", tensor.type))
