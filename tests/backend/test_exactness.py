@@ -22,7 +22,7 @@ from cbatch.messages import BatchPrompt
 from tests.runtime.backends import all_results
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import StepResult
@@ -46,11 +46,9 @@ class RecordingStepper(DigestingStepper):
         self.n_rows_max = self.n_pad_rows = 0
         self.widths: set[int] = set()
 
-    def run(
-        self, chunks: Sequence[Span], *args: Any, pads: Collection[Span] = (), **given: Any
-    ) -> StepResult:
-        n_before = len(self.rows)
-        result = super().run(chunks, *args, pads=pads, **given)
+    def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+        pads, n_before = given.get("pads", ()), len(self.rows)
+        result = super().run(chunks, *args, **given)
         n_outputs = sum(c.has_output for c in chunks)
         assert len(self.rows) == n_before + n_outputs, "a token was computed twice"
         self.n_pad_rows += len(pads)

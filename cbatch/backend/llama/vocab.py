@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.breakers import find_breakers
 from cbatch.backend.llama.chat_template import ChatTemplate
-from cbatch.backend.llama.marks import Mark, Marks
+from cbatch.backend.llama.text_marks import TextMark, TextMarks
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.errors import NoThreadError, PromptError
 from cbatch.media import marked_messages, medium_of
@@ -337,19 +337,19 @@ class LlamaVocab:
         return [t for t in range(self.n_vocab) if self._attributes(t) & special]
 
     @cached_property
-    def _marks(self) -> Marks:
+    def _marks(self) -> TextMarks:
         """The special tokens in a text in which they are read as such."""
-        return Marks([*map(self._mark, self._special)])
+        return TextMarks([*map(self._mark, self._special)])
 
     @cached_property
-    def _own_marks(self) -> Marks:
+    def _own_marks(self) -> TextMarks:
         """Those in any text."""
         own = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-        return Marks([self._mark(t) for t in self._special if self._attributes(t) & own])
+        return TextMarks([self._mark(t) for t in self._special if self._attributes(t) & own])
 
-    def _mark(self, token: int) -> Mark:
+    def _mark(self, token: int) -> TextMark:
         attributes = self._attributes(token)
-        return Mark(
+        return TextMark(
             llama_cpp.llama_vocab_get_text(self.pointer, token),
             strips_left=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
             strips_right=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Mark(NamedTuple):
+class TextMark(NamedTuple):
     """The text of a special token, and whether llama.cpp removes the white space before it and behind it."""
 
     text: bytes
@@ -23,10 +23,10 @@ class Mark(NamedTuple):
     strips_right: bool = False
 
 
-class Marks:
+class TextMarks:
     """All marks of a vocabulary."""
 
-    def __init__(self, marks: Sequence[Mark]) -> None:
+    def __init__(self, marks: Sequence[TextMark]) -> None:
         self._marks = {mark.text: mark for mark in marks}
         longest_first = sorted(self._marks, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, longest_first)))
