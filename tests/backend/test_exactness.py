@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import StepResult
-    from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
@@ -46,15 +45,15 @@ class RecordingStepper(DigestingStepper):
         self.n_rows_max = self.n_pad_rows = 0
         self.widths: set[int] = set()
 
-    def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
-        pads, n_before = given.get("pads", ()), len(self.rows)
-        result = super().run(chunks, *args, **given)
-        n_outputs = sum(c.has_output for c in chunks)
+    def run(self, *args: Any, **given: Any) -> StepResult:
+        spans, pads, n_before = args[0], given.get("pads", ()), len(self.rows)
+        result = super().run(*args, **given)
+        n_outputs = sum(c.has_output for c in spans)
         assert len(self.rows) == n_before + n_outputs, "a token was computed twice"
         self.n_pad_rows += len(pads)
-        self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
-        if len(chunks[0].inputs) == 1:
-            self.widths.add(len(chunks))
+        self.n_rows_max = max(self.n_rows_max, len(spans) - len(pads))
+        if len(spans[0].inputs) == 1:
+            self.widths.add(len(spans))
         return result
 
 
