@@ -9,7 +9,7 @@ short run with another setting, next to runs of the same shape.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.backend.llama.row_threads import RowThreads
 
@@ -54,20 +54,6 @@ LEFT = 0.5
 
 MOST_DOUBLED = 3
 """So often the wait for a trial of fewer threads, or of short waits, doubles while they bring nothing."""
-
-
-class Waits(Protocol):
-    """How long threads wait for each other before they sleep; see `cbatch.backend.llama.openmp.ShortWaits`."""
-
-    def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
-        """Have waits of a team be short, or long unless somebody else wants them to be short."""
-
-
-class Taken(Protocol):
-    """How many cores others keep busy; see `cbatch.support.taken_cores.TakenCores`."""
-
-    def n_since(self) -> float | None:
-        """Return how many since the last call; None where nothing tells."""
 
 
 class Setting(NamedTuple):
@@ -124,17 +110,17 @@ class ElasticThreads:
         self,
         n_most: int,
         *,
-        waits: Waits | None = None,
-        taken: Taken | None = None,
+        want_waits: Callable[..., None] | None = None,
+        n_taken: Callable[[], float | None] | None = None,
         is_fixed: bool = False,
     ) -> None:
         """Make one.
 
         Args:
-            waits: what makes waits short; None where nothing can.
-            taken: tells how many cores others keep busy; None where nothing can.
+            want_waits: makes waits short or long, as `ShortWaits.want` does; None where nothing can.
+            n_taken: tells how many cores others kept busy since the last call; None where nothing can.
         """
-        self._n_most, self._waits = n_most, waits
+        self._n_most, self._want_waits = n_most, want_waits
         self._is_fixed = is_fixed
         self._rows = None if is_fixed else RowThreads(n_most)
         self._best_alone = self._now = Setting(n_most)
@@ -143,7 +129,7 @@ class ElasticThreads:
         self._up_wait_s = self._down_wait_s = 0.0
         """Seconds of computing before the next trial."""
         self._n_failed_ups = self._n_failed_downs = 0
-        self._taken, self._n_taken, self._n_taken_then = taken, 0.0, 0.0
+        self._ask_taken, self._n_taken, self._n_taken_then = n_taken, 0.0, 0.0
         """Cores that others kept busy in the last window beside them, and when what is best alone was last tried."""
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
@@ -153,8 +139,8 @@ class ElasticThreads:
             window, most_s = self._trial, CLEAR_S
         if plan.n_steps > 1 and not 0 < plan.slice_s <= most_s:
             plan = replace(plan, slice_s=most_s)
-        if self._waits is not None:
-            self._waits.want(self, self._n_most, is_wanted=window.setting.is_short)
+        if self._want_waits is not None:
+            self._want_waits(self, self._n_most, is_wanted=window.setting.is_short)
         result = self._compute(plan, window.setting, compute)
         if result.code or not result.n_steps:
             return result
@@ -180,15 +166,15 @@ class ElasticThreads:
 
     def rest(self) -> None:
         """Let waits be long for others while nothing is computed here; safe to call twice."""
-        if self._waits is not None:
-            self._waits.want(self, self._n_most, is_wanted=False)
+        if self._want_waits is not None:
+            self._want_waits(self, self._n_most, is_wanted=False)
 
     def _decide(self, window: _Window) -> None:
         self._up_wait_s -= window.spent_s
         self._down_wait_s -= window.spent_s
         tried = self._now
-        if self._taken is not None and self._now != self._best_alone:
-            self._n_taken = self._taken.n_since() or 0.0
+        if self._ask_taken is not None and self._now != self._best_alone:
+            self._n_taken = self._ask_taken() or 0.0
             if self._n_taken < self._n_taken_then - LEFT:
                 self._up_wait_s, self._n_failed_ups = 0.0, 0  # another program has ended
         if self._now != self._best_alone and self._up_wait_s <= 0:
@@ -207,12 +193,14 @@ class ElasticThreads:
         n_threads = self._now.n_threads + 1
         if n_threads > self._n_most:
             return self._best_alone
-        return Setting(n_threads, is_short=n_threads == self._n_most and self._waits is not None)
+        return Setting(
+            n_threads, is_short=n_threads == self._n_most and self._want_waits is not None
+        )
 
     def _down(self, *, is_half: bool) -> Setting:
         """Return the setting with short waits, or with fewer threads: one fewer, or half of them."""
         n_threads, is_short = self._now
-        can_wait_less = self._waits is not None and n_threads == self._n_most and not is_short
+        can_wait_less = self._want_waits is not None and n_threads == self._n_most and not is_short
         if can_wait_less and (self._is_fixed or not is_half):
             return Setting(n_threads, is_short=True)
         if self._is_fixed:
@@ -221,7 +209,7 @@ class ElasticThreads:
 
     def _would_wait(self, trial: _Window) -> bool:
         """Whether waits were long in a trial, and others had cores meanwhile: steps may have been fast by chance."""
-        is_long = self._waits is not None and trial.setting == self._best_alone
+        is_long = self._want_waits is not None and trial.setting == self._best_alone
         return is_long and trial.waited_s > WAITED * trial.spent_s
 
     def _judge(self, trial: _Window) -> None:

@@ -141,7 +141,10 @@ class LlamaBackend:
         if not self.tuning.may_vary_threads or self.n_threads == 1 or (is_fixed and not waits):
             return None
         return ElasticThreads(
-            self.n_threads, waits=waits, taken=TakenCores(my_cores()), is_fixed=is_fixed
+            self.n_threads,
+            want_waits=waits.want if waits else None,
+            n_taken=TakenCores(my_cores()).n_since,
+            is_fixed=is_fixed,
         )
 
     def _set_threads(self, n_threads: int) -> None:

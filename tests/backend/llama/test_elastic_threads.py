@@ -177,14 +177,11 @@ class Others:
 
     n_taken = 2.0
 
-    def n_since(self) -> float:
-        return self.n_taken
-
 
 def test_end_of_another_program_is_noticed_at_once() -> None:
     others = Others()
     machine = Machine({1: 0.010, 2: 0.200}, {2: 0.4})
-    found = ElasticThreads(2, taken=others)
+    found = ElasticThreads(2, n_taken=lambda: others.n_taken)
     do(found, machine, 20)
     assert set(do(found, machine, TRIAL_S)) == {1}  # the next trial is seconds away
     machine.step_s, machine.cpu_share, others.n_taken = {1: 0.010, 2: 0.006}, {}, 0.0
@@ -196,7 +193,7 @@ def test_end_of_another_program_is_noticed_at_once() -> None:
 
 
 def waiting(machine: Machine, n_most: int = 4, *, is_fixed: bool = False) -> ElasticThreads:
-    return ElasticThreads(n_most, waits=machine, is_fixed=is_fixed)
+    return ElasticThreads(n_most, want_waits=machine.want, is_fixed=is_fixed)
 
 
 def test_waits_stay_long_on_a_machine_without_other_programs() -> None:
