@@ -36,7 +36,7 @@ OF_A_MODEL = {
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
     "side_job": "--streams 2 --tokens 100 --rounds 1",
     "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.1 --answers 10 --loops 0 1 --workloads burst --count 2",
-    "row_threads": "--rows 2 --tokens 4 --seconds 0.1 --rounds 1",
+    "thread_counts": "--rows 2 --tokens 4 --seconds 0.1 --rounds 1",
     "idle_engine": "--rows 2 --tokens 4 --rounds 1",
     "random_load": "--seconds 0.1 --requests 2",
     "exact_price": "--workload decode mixed --slots 2 --requests 4 --rounds 1",

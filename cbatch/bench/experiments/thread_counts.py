@@ -1,4 +1,4 @@
-"""How many threads decode fastest, by rows: `python -m cbatch.bench.experiments.row_threads MODEL`.
+"""How many threads decode fastest, by rows: `python -m cbatch.bench.experiments.thread_counts MODEL`.
 
 A line has tokens a second of decoding with one thread, with all of them, and with as many as the engine finds best: in
 its first second, and after that.
