@@ -227,7 +227,8 @@ class EngineOptions(ScheduleOptions):
         flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off if a trial of this model found that faster.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
-        n_threads: default: the cores that this process may use, and fewer while other programs use them.
+        n_threads: default: the cores that this process may use, and fewer where that is faster, as while other
+            programs use them.
         n_gpu_layers: layers on devices; default: llama.cpp's, all. With `offload_kqv`, `split_mode`, `main_gpu`,
             `tensor_split` and `rpc_servers` it says which devices hold the layers and their cells.
         rope_scaling: with `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast`,

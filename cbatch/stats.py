@@ -138,7 +138,7 @@ class EngineStats:
     n_checkpoint_bytes: int = 0
     """Host memory that checkpoints take now."""
     n_threads: int = 0
-    """Threads of the last step: fewer than all while other programs use their cores."""
+    """Threads of the last step: fewer than all where that is faster."""
     cost_rows_s: dict[str, float] = field(default_factory=dict)
     """Seconds of a step that only decodes, by the number of its rows: of the last steps of each width."""
     cost_prompt_s: float = 0.0

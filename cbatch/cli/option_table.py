@@ -410,7 +410,7 @@ OPTIONS = (
     _model(
         "threads",
         "Threads that compute; a given number never changes.",
-        "the cores it may use, fewer while other programs use them",
+        "the cores it may use, fewer where that is faster",
         setting="n_threads",
     ),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),

@@ -154,7 +154,7 @@ ROWS = (
     ),
     EngineFigure(
         "cbatch:threads",
-        "Threads of the last step: fewer than all while other programs use their cores.",
+        "Threads of the last step: fewer than all where that is faster.",
         "n_threads",
     ),
     EngineFigure(

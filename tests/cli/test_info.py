@@ -248,7 +248,7 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert f"window         {window} (as asked for)" in lines
 
 
-CORES = "the cores that it may use; fewer while other programs use them"
+CORES = "the cores that it may use; fewer where that is faster"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ class _ThreadSeries:
         """Steps that the series needs to be whole; 0 if it is."""
         if self.n_steps < N_STEPS_TRIED:
             return N_STEPS_TRIED - self.n_steps
-        return math.ceil(max(0.0, LEAST_S - self.seconds) * self.n_steps / self.seconds)
+        missing_s = max(0.0, LEAST_S - self.seconds)
+        return math.ceil(missing_s * self.n_steps / max(self.seconds, 1e-9))
 
     def add(self, plan: StepPlan, result: StepResult) -> None:
         self.n_steps += result.n_steps
@@ -102,7 +103,7 @@ class RowThreads:
         self._n_drafts: dict[int, int] = {}
         """Draft tokens of a step in the last run, by the number of rows."""
         self._tried: StepKind | None = None
-        """What is tried now; decoding steps of another kind in between end the trial."""
+        """What is tried now; the trial of another kind ends it."""
         self._spent_s = self._lost_s = 0.0
         """Seconds of all steps, and what trials have cost of them."""
 
@@ -121,6 +122,8 @@ class RowThreads:
         n_threads = best.other(self._n_most) if is_other else best.n_threads
         if is_trial:
             plan = replace(plan, n_steps=min(plan.n_steps, series.n_missing))
+        if is_other and not series.n_steps:
+            self._lost_s += best.before.seconds  # at most, until the series is whole
         result = compute(plan, n_threads)
         self._spent_s += result.decode_s + result.sample_s
         if not result.n_steps or kind == PROMPTS:
@@ -128,7 +131,7 @@ class RowThreads:
         n_drafts = round(sum(result.n_drafts) / result.n_steps)
         self._n_drafts[len(plan.spans)] = n_drafts
         if self._kind(plan, n_drafts) != kind:
-            self._tried = None
+            self._tried = None if is_trial else self._tried
         elif is_trial:
             series.add(plan, result)
             if not best.after.n_missing:
@@ -169,7 +172,7 @@ class RowThreads:
     def _judge(self, best: _Best) -> None:
         """Go on after a whole pair: one without a gain ends a trial, and the next waits twice as long."""
         share = best.after.row_s / best.before.row_s
-        self._lost_s += max(0.0, 1 - 1 / share) * best.after.seconds
+        self._lost_s += max(0.0, 1 - 1 / share) * best.after.seconds - best.before.seconds
         has_gain = share <= MOST_OF_BEST
         best.begin_pair(best.n_pairs + 1)
         if has_gain and best.n_pairs < N_PAIRS:

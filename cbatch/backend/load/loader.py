@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _CORES = "the cores that it may use"
-_FEWER = "fewer while other programs use them"
+_FEWER = "fewer where that is faster"
 _ASKED, _DEFAULT, _HELD = "as asked for", "the default", "what the memory holds"
 _log = Log("cbatch")
 
