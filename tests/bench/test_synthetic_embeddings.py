@@ -93,7 +93,7 @@ def test_window_of_gemma_embedding_is_that_of_the_shape(synth: SynthFactory) -> 
         ("bert", {"n_expert": 2, "n_expert_used": 1}, "without experts"),
         ("bert", {"n_window": 8}, "no sliding window"),
         ("qwen3-embedding", {"n_window": 8}, "no sliding window"),
-        ("gemma-embedding", {"n_window": 0}, "needs a window"),
+        ("gemma-embedding", {"n_window": 0}, "need a sliding window"),
         ("mamba", {"pooling": "mean"}, "no pooling"),
         ("bert", {"pooling": "max"}, "unknown pooling 'max'; known are none, mean"),
         ("nomic-bert", {"pooling": "rank"}, "rank needs the architecture bert or qwen3"),

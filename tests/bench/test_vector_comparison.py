@@ -76,7 +76,7 @@ def test_texts_have_about_their_tokens_and_differ_by_seed() -> None:
     ("name", "own", "n_common", "words"),
     [
         ("embed", (5, 2), None, "the smaller number first, not 5-2"),
-        ("embed", None, 5, "embed has no tokens in common"),
+        ("embed", None, 5, "texts of embed have no common tokens"),
         ("rerank", None, 0, "tokens of the query must be at least 1, not 0"),
     ],
 )

@@ -72,7 +72,7 @@ def test_distinct_tokens_are_counted_once() -> None:
             {"own": (9, 8)},
             "tokens of prompts must be 1 or more, with the smaller number first, not 9-8",
         ),
-        ("burst", {"output": (0, 8)}, "tokens of answers must be at least 1"),
+        ("burst", {"output": (0, 8)}, "tokens of answers must be 1 or more"),
         ("burst", {"n_common": -1}, "tokens in common must be at least 0"),
         ("burst", {"own": (1, 1)}, "give other sizes"),  # there is no such text
     ],

@@ -121,10 +121,10 @@ def test_header_of_very_many_columns_is_checked_in_one_pass(tmp_path: Path) -> N
         (b'1,"a"b', "invalid_row", "not CSV: ',' expected"),
         (b"1,\xff", "invalid_utf8", "invalid start byte at byte 2"),
         (b'1,"a\n\xff"', "invalid_utf8", "invalid start byte at byte 5"),
-        (b'"' + b"x" * 100 + b'",2', "line_too_long", "the most is 60"),
+        (b'"' + b"x" * 100 + b'",2', "line_too_long", "at most 60 are allowed"),
         (b'1,"' + b"x\n" * 100 + b'"', "line_too_long", "is a quotation mark not closed"),
         (b'1,"' + b"x" * 50 + b'\nx""\n""",""', "line_too_long", "is a quotation mark not closed"),
-        (b'1,"' + b"x" * 100 + b'\nb"', "line_too_long", "the most is 60"),
+        (b'1,"' + b"x" * 100 + b'\nb"', "line_too_long", "at most 60 are allowed"),
         (b"1, ", "invalid_request", "the prompt is empty"),
     ],
 )
