@@ -461,8 +461,8 @@ class PromptBudget:
         """Return how many prompt tokens may join decoding rows whose output is streamed.
 
         The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
-        take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
-        `n_all` is the length of the first prompt.
+        take in relation to the rest of the step. The rest counts as long as decoding the rows now, or with the new
+        sequences once their prompts are done, whichever takes longer. `n_all` is the length of the first prompt.
         """
         n_short = self._n_within(n_rows, SHORT_RUN_S, start)
         fair = min(MOST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows)

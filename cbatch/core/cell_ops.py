@@ -187,7 +187,7 @@ class SlotCells:
         return found.key
 
     def move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
-        """Copy all cells of a sequence to another slot; if memory cannot copy, load those saved under its number."""
+        """Copy all cells of a sequence to another slot; if memory cannot copy, load the sequence's saved cells."""
         n_cells, can_copy = self.ledger.n_cells[source], self.ledger.memory.can_copy
         self._empty(slot)
         if can_copy:

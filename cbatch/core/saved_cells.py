@@ -76,7 +76,7 @@ class SavedCells:
         self.n_bytes += saved.n_bytes
 
     def add_from_disk(self, driver: SequenceDriver, n_cells: int) -> int:
-        """Return a new key for `n_cells` cells from disk, with which a waiting sequence will start."""
+        """Add `n_cells` cells that a waiting sequence will load from disk at its start; return their key."""
         driver.saved_key, driver.n_computed = driver.number, n_cells
         self._saved[driver.number] = _Saved(driver, 0, is_from_disk=True)
         return driver.number
