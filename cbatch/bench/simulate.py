@@ -220,9 +220,13 @@ def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, model=None)
     add = made.add_argument
-    add("--costs", type=Path, help="table of cbatch.bench.step_costs (default: of *small*)")
+    add(
+        "--costs",
+        type=Path,
+        help="output of cbatch.bench.step_costs (default: that of the model *small*)",
+    )
     add("--slots", type=int, nargs="+", default=[16], help="sequences at once")
-    add("--policy", nargs="+", default=["fcfs"], help="policies of the queue")
+    add("--policy", nargs="+", default=["fcfs"], help="queue policies to compare")
     add("--trace", type=Path, help="JSONL file of requests (default: random ones)")
     add("--requests", type=int, default=10_000, help="number of random requests")
     add("--rate", type=float, help="random requests a second (default: by --load)")
@@ -237,7 +241,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the random requests")
     add("--window", type=int, default=2048, help="tokens of one slot")
     add("--batch", type=int, default=2048, help="most tokens in a step")
-    add("--unified-cells", type=int, help="one pool of this size instead of a window a slot")
+    add(
+        "--unified-cells",
+        type=int,
+        help="size of one pool that all slots share, instead of --window",
+    )
     add(
         "--saved-bytes", type=int, help="bytes of a saved cell (default: lost cells are recomputed)"
     )

@@ -337,7 +337,9 @@ def main(words: Sequence[str] | None = None) -> None:
     asked, default = parser(__doc__, model=None), Fleet()
     asked.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100])
     asked.add_argument(
-        "--costs", type=Path, help="table of cbatch.bench.step_costs (default: of *small*)"
+        "--costs",
+        type=Path,
+        help="output of cbatch.bench.step_costs (default: that of the model *small*)",
     )
     asked.add_argument("--price", type=float, default=1.0, help="of one node for an hour")
     for f in fields(Fleet):

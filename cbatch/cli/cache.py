@@ -77,7 +77,7 @@ def rm(
     keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys to remove.")] = None,
     *,
     all: Annotated[
-        bool, option("--all", help="Remove all files, after you have confirmed it.")
+        bool, option("--all", help="Remove all files, after asking for confirmation.")
     ] = False,
     yes: Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     cache_dir: CacheDir = None,

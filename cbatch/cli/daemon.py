@@ -50,7 +50,7 @@ def daemon(
         bool,
         option(
             "--stream-tagged",
-            help="Write frames with the id of their request; needed for several requests.",
+            help="Write each frame with the id of its request; needed to run several requests at once.",
         ),
     ] = False,
     stream_fd: Annotated[

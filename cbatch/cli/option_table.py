@@ -46,7 +46,7 @@ def option(
 ) -> Any:
     """Declare an option for typer; `default` is what the help shows as the default if that is None in the code.
 
-    The help of `cbatch` itself says how its environment variable is named.
+    The option's environment variable is not shown: the help of `cbatch` has the rule for all names.
     """
     shown: Any = True if default is None else default
     return typer.Option(
@@ -55,7 +55,7 @@ def option(
 
 
 def in_panel(panel: str | None) -> Callable[..., Any]:
-    """Return a function that declares an option of a box of the help; its flag follows from the parameter's name."""
+    """Return a function that declares options of a panel of the help; a flag follows from its parameter's name."""
 
     def declare(help: str, default: str | None = None, *names: str, **more: Any) -> Any:
         return option(*names, help=help, panel=panel, default=default, **more)
@@ -68,7 +68,7 @@ class Option:
     """One option that a command takes by its name; one of a list type may be repeated.
 
     Args:
-        panel: the box of the help that shows it; also decides where its value goes: `RUN` and `FILES` to
+        panel: the part of the help that shows it; also decides where its value goes: `RUN` and `FILES` to
             `run_file`, `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
         shown: the default that the help shows, if it is not that of the setting.
         type: of the value, if it does not follow from the setting.
@@ -207,7 +207,7 @@ _TYPES: Mapping[Any, type] = {
     check_path: Path,
     file_of: Path,
 }
-"""The type of an option, by the check of its setting; with any other check it is text."""
+"""The type of an option whose setting has this check; with a check that is not listed, str."""
 
 _run = partial(Option, RUN)
 _file = partial(Option, FILES)
@@ -293,7 +293,7 @@ OPTIONS = (
     _file("retry_errors", "Run failed items again."),
     _file("adopt", "Rebuild a lost manifest from the JSON lines of the output, and continue."),
     _file("force", "Continue although settings differ; replace a file that is not cbatch's."),
-    _file("report", "Write a report page.", "none", metavar="HTML"),
+    _file("report", "Write a report of the run as an HTML page.", "none", metavar="HTML"),
     _file("trace", "Write a trace of all steps, for Perfetto or Chrome.", "none", metavar="JSON"),
     _file("window", "Items to read ahead, to run them in a faster order.", "8 for each slot"),
     _model(
@@ -339,7 +339,7 @@ OPTIONS = (
     _schedule("ageing_s", "Seconds of waiting that raise the priority by one.", "10"),
     _schedule(
         "admission",
-        "With --kv unified: optimistic, or reserve (room for the longest possible answer).",
+        "With --kv unified, admit requests by their estimated (optimistic) or longest possible answers (reserve).",
         "optimistic",
     ),
     _schedule("max_queue", "Most requests that may wait.", "any number"),
@@ -383,7 +383,12 @@ OPTIONS = (
         "Layout of the weights in memory: auto (the fastest on this processor), llama (repacked by llama.cpp), "
         "off (as in the file, so that processes can share the memory).",
     ),
-    _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
+    _device(
+        "no_mmap",
+        "Read the model into memory instead of mapping its file.",
+        setting="use_mmap",
+        read=not_,
+    ),
     _device(
         "mlock",
         "Lock the weights in memory, so that they are not swapped out.",
@@ -410,7 +415,7 @@ OPTIONS = (
     _model(
         "threads",
         "Threads that compute; a given number never changes.",
-        "the cores it may use, fewer where that is faster",
+        "all cores that the process may use, or fewer if that is faster",
         setting="n_threads",
     ),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
@@ -484,7 +489,11 @@ OPTIONS = (
         read=or_none,
     ),
     _answer("slot", "The slot to run in, from 0; each request waits until it is free.", "any"),
-    _answer("timeout_s", "Seconds for each request, from its submission.", "as long as it takes"),
+    _answer(
+        "timeout_s",
+        "Most seconds from the submission of a request to its end.",
+        "as long as it takes",
+    ),
     _answer(
         "chat_template_kwargs",
         "Variables for the chat template, such as '{\"enable_thinking\": false}', or @FILE; "
@@ -520,7 +529,7 @@ class Given:
     """The options of the table that a command line gives, and the settings that they become."""
 
     def __init__(self, values: Mapping[str, Any], own: Sequence[Option] = ()) -> None:
-        """Keep values by the names of options; a command does not take those that are left out."""
+        """Keep the values of the options that a command takes, by name; `own` are not in the table."""
         self._values, self._options = values, (*OPTIONS, *own)
 
     def __getitem__(self, name: str) -> Any:

@@ -256,7 +256,7 @@ class _RayJob:
             self._files.create_dir(self._folder, recursive=True)
         except OSError as error:
             raise ConfigError(
-                f"{self._output}: cannot be a folder of answers: {words_of(error)}"
+                f"{self._output}: cannot make a folder for the answers: {words_of(error)}"
             ) from error
         try:
             with self._files.open_input_file(path) as file:

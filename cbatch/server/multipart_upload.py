@@ -97,7 +97,7 @@ class Upload:
         self._field = _text(options[b"name"])
         if self._field == FILE:
             if self.name is not None:
-                raise bad_request("file must be one file", FILE)
+                raise bad_request("file is given more than once: upload one file per request", FILE)
             self.name = _text(options.get(b"filename", b"")) or "file"
             self._data = None
         elif len(self.fields) >= _N_FIELDS:

@@ -345,7 +345,7 @@ class Projector:
         if values is None or len(values) < i + len(tokens):
             n = 0 if values is None else len(values)
             raise PlanError(
-                f"rows {i} … {i + len(tokens) - 1} were asked of a picture that has {n} encoded rows"
+                f"rows {i} … {i + len(tokens) - 1} of a picture are needed, but only {n} rows are encoded"
             )
         return values[i : i + len(tokens)]
 
