@@ -86,7 +86,7 @@ def test_file_that_exists_is_kept(tmp_path: Path) -> None:
 def test_workload_that_fits_no_slot_says_so() -> None:
     shown = invoke("bench", "--workload", "long", "--ctx-per-seq", 512)
     assert shown.exit_code == 2
-    assert "long needs a window of 1,548 tokens, more than a slot of 512" in shown.stderr
+    assert "long needs a window of 1,548 tokens, more than a slot holds (512)" in shown.stderr
 
 
 @pytest.mark.real
@@ -147,7 +147,7 @@ def test_arrivals_by_chance_and_a_file_of_requests(tmp_path: Path) -> None:
         "engine",
     )
     assert shown.exit_code == 0, shown.stderr
-    assert "own: 1 requests of a file" in shown.stdout
+    assert "own: 1 requests from a file" in shown.stdout
     assert "20 a second" in shown.stdout
 
 

@@ -389,7 +389,7 @@ def test_info_of_a_model_for_embeddings_tells_its_vectors(synth: SynthFactory) -
     assert (found["pooling"], found["n_embedding"], found["n_embed_max"]) == ("mean", 64, 512)
     said = as_text(found)
     assert "embeds texts" in said
-    assert "64 numbers, pooling mean, of up to 512 tokens" in said
+    assert "64 numbers, pooling mean, for up to 512 tokens" in said
     assert "slots" not in said
     assert info(synth("test"))["can_generate"]
 
@@ -425,8 +425,8 @@ def test_info_tells_what_steps_cost_where_that_is_asked_for(
     assert lines[-1].startswith("best width     2 rows, 1,333 tokens/s")
     assert "decoding step  1 ms with 1, 1.5 ms with 2 rows" in lines
     assert (
-        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens, 0.22 ms after 1,000 "
-        "others"
+        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each prompt token (0.22 ms after 1,000 "
+        "others)"
     ) in lines
     assert any(line.startswith("prompt budget  40 beside 1, 64 beside 2 rows") for line in lines)
     assert any(line.startswith("measured       with 40% of the cores") for line in lines) == (

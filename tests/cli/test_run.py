@@ -161,7 +161,7 @@ def test_what_no_item_could_follow_stops_the_run_before_the_model_loads(
     ("bad", "words"),
     [
         ("{", "not JSON"),
-        ({"id": "first", "prompt": "a"}, "the id 'first' stands twice"),
+        ({"id": "first", "prompt": "a"}, "the id 'first' occurs twice"),
     ],
     ids=lambda value: str(value)[:40],
 )

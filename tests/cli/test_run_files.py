@@ -57,7 +57,7 @@ def test_prompt_of_a_request_is_text_or_a_chat_as_asked(tmp_path: Path, test_mod
     for more in ("", "--raw", "--chat"):
         done = run(source, test_model, "-o", tmp_path / f"out{more}.jsonl", *filter(None, (more,)))
         assert done.exit_code == 0
-        assert ("is text to complete" in done.stderr) == (not more)
+        assert ("is completed as text" in done.stderr) == (not more)
         lines = sorted(parse((tmp_path / f"out{more}.jsonl").read_bytes()), key=lambda r: r["id"])
         n_tokens[more] = [line["usage"]["prompt_tokens"] for line in lines]
     assert n_tokens[""] == n_tokens["--raw"]
@@ -90,7 +90,7 @@ def test_labels_are_written_with_their_probability(tmp_path: Path, test_model: P
     assert all(row["label"] in ("good", "bad") and row["logprob"] < 0 for row in rows)
     done = invoke("run", source, "-o", out, "-m", test_model, *asked)
     assert done.exit_code == 2
-    assert "kept columns was id, is all" in done.stderr
+    assert "kept columns was id, is now all" in done.stderr
 
 
 def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
@@ -110,7 +110,7 @@ def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
     ("more", "words"),
     [
         (("--temperature", 0.5), "temperature=0.5"),
-        (("--cache-type-k", "q8_0"), "cache_type_k was f16, is q8_0"),
+        (("--cache-type-k", "q8_0"), "cache_type_k was f16, is now q8_0"),
         (("--chat-template", "chatml"), "chat template was"),
         (("--parallel", 3, "--ctx-per-seq", 512, "--policy", "shortest"), ""),
         (("--flash-attn", "off"), ""),

@@ -143,7 +143,7 @@ def test_correction_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory, nam
     path, said = synth("test"), {name: YARN_VALUES[name]}
     assert logprobs(path, **YARN, **said) != logprobs(path, **YARN)
     for settings in (dict[str, Any](), {**YARN, "yarn_ext_factor": 0.0}):
-        with pytest.raises(ConfigError, match=f"{name}=.* needs YaRN: rope_scaling='yarn'"):
+        with pytest.raises(ConfigError, match=f"{name}=.* has no effect without YaRN: rope_scaling='yarn'"):
             cbatch.load(path, **SMALL, **settings, **said)
 
 
@@ -183,7 +183,7 @@ def test_blocks_that_do_not_divide_the_heads_are_refused(
 ) -> None:
     path = synth("test", n_embd=n_embd, n_head=2, n_kv_head=n_embd // 48, type="f32")
     settings: dict[str, Any] = {name: kind, "flash_attn": flash_attn}
-    words = f"{name}='{kind}' stores blocks of 32 .* heads of {n_embd // 2}: use 'f16'"
+    words = f"{name}='{kind}' stores blocks of 32 .* heads have {n_embd // 2}, .*: use 'f16'"
     with pytest.raises(ConfigError, match=words):
         cbatch.load(path, **SMALL, **settings)
     with closing(open_model(path)) as opened, pytest.raises(ConfigError, match=words):

@@ -466,5 +466,5 @@ def test_memory_that_cannot_copy_refuses(make: MakeBackend, kind: str) -> None:
     backend = make(kind, **({} if kind == "recurrent" else {"parallel": 1}))
     assert not backend.memory.can_copy
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    with pytest.raises(PlanError, match=r"cannot be copied|slots are"):
+    with pytest.raises(PlanError, match=r"cannot be copied|slot of the plan is not"):
         backend.run(StepPlan((), copies=((Slot(0), Slot(1), 20),)))

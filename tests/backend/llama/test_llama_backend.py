@@ -188,7 +188,7 @@ def test_memory_that_counts_otherwise_is_refused(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_cpp, "llama_memory_seq_pos_max", lambda memory, slot: 3)
-    with pytest.raises(IncompatibleLlamaError, match="took 4 positions, and 4 when"):
+    with pytest.raises(IncompatibleLlamaError, match="took 4 positions, and 4 after"):
         make()
 
 
@@ -322,8 +322,8 @@ def test_context_larger_than_llama_cpp_can_count_is_refused(make: MakeBackend) -
 def test_context_is_freed_where_its_backend_cannot_be_made(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: str) -> None:
-        raise OSError(f"{path} is gone")
+    def fail(*_: Any) -> None:
+        raise OSError("it is gone")
 
     freed, free = list[Any](), llama_cpp.llama_free
 
@@ -332,7 +332,7 @@ def test_context_is_freed_where_its_backend_cannot_be_made(
         free(ctx)
 
     monkeypatch.setattr(llama_cpp, "llama_free", note)
-    monkeypatch.setattr(llama_backend, "model_parts", fail)
+    monkeypatch.setattr(llama_backend, "rope_factors", fail)
     with pytest.raises(OSError, match="is gone"):
         make()
     assert len(freed) == 1

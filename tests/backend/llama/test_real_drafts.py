@@ -109,7 +109,7 @@ def test_slots_may_be_more_than_the_ubatch_of_the_draft_model(test_model: Path) 
     [
         ("test", "must have the same vocabulary"),
         ("missing.gguf", "missing.gguf"),
-        ("mamba", "cannot be cut"),
+        ("mamba", "cannot be removed"),
     ],
 )
 def test_draft_model_that_cannot_draft_is_refused(

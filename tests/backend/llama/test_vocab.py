@@ -91,7 +91,7 @@ def test_text_without_a_token_fails_the_request(tmp_path: Path) -> None:
     model = open_model(write_plain_model_of(tmp_path / "model.gguf", RWKV))
     assert model.vocab.tokenize("abc")
     for text in ("é", "abc é", "é" * 10_000):
-        with pytest.raises(RequestFailedError, match="no token for"):
+        with pytest.raises(RequestFailedError, match="no tokens for"):
             model.vocab.tokenize(text)
     assert model.vocab.named_token("<é>") is None
     model.close()

@@ -196,7 +196,7 @@ def test_common_beginning_with_a_picture_is_computed_once(
 
 
 def test_picture_larger_than_a_graph_run_is_refused_at_load(pairs: Mapping[str, Pair]) -> None:
-    words = r"gemma3.gguf cannot be used: a picture has 16 rows.*n_ubatch=8.*to 16 or more"
+    words = r"gemma3.gguf cannot be used: a picture takes 16 rows.*n_ubatch=8.*to 16 or more"
     with pytest.raises(ModelLoadError, match=words):
         pairs["gemma3"].load(parallel=1, n_ubatch=8)
 

@@ -150,7 +150,7 @@ def test_one_width_that_a_replica_cannot_have_is_refused(
     monkeypatch.setattr(Search, "shape", RowShape(16, 16, 8))
     assert exact_finding(model, whole).exactness == BITWISE
     part = exact_finding(model, replace(OPTIONS, parallel=8, exact_slots=16))
-    assert "only steps of 16 rows" in part.exactness
+    assert "only steps of at least 16 rows" in part.exactness
     assert search.n_asked == 1
 
 

@@ -221,7 +221,7 @@ def test_model_that_cannot_generate_is_refused(
         ({"llama.pooling_type": 0}, "", None),
         ({"llama.pooling_type": 2**32 - 1}, "", None),
         *(
-            ({"llama.pooling_type": i + 1}, "pools", pooling)
+            ({"llama.pooling_type": i + 1}, "with pooling", pooling)
             for i, pooling in enumerate(("mean", "cls", "last", "rank"))
         ),
     ],
@@ -248,7 +248,7 @@ def test_model_that_pools_is_for_embeddings_alone(
         ({"llama.expert_used_count": 2}, "2 of 0 experts"),
         ({"llama.expert_used_count": [0, 2]}, "2 of 0 experts"),
         ({"llama.expert_count": 5000, "llama.expert_used_count": 2}, "2 of 5000 experts"),
-        ({"llama.expert_group_count": 2}, "0 of 2 groups"),
+        ({"llama.expert_group_count": 2}, "0 of 2 expert groups"),
         ({"llama.rope.scaling.type": "other"}, "'other'"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
         ({"general.alignment": 2}, "alignment is 2"),

@@ -349,9 +349,9 @@ def test_less_than_wanted_is_said_in_the_log(
         settle(model, EngineOptions(parallel=8), Room(Footprint(256), 3 * MIB))
         settle(model, EngineOptions(ctx_per_seq=4096), Room(Footprint(256), 3 * MIB))
     slots, window, said = (r.getMessage() for r in caplog.records)
-    assert "6 slots of 2048 tokens, for 16 of 2048 would take 8.0 MiB" in slots
+    assert "6 slots of 2048 tokens: 16 slots of 2048 would take 8.0 MiB" in slots
     assert "budget is 3.0 MiB; memory_mib sets another" in slots
-    assert window.startswith("8 slots of 1536 tokens, for 8 of 2048")
+    assert window.startswith("8 slots of 1536 tokens: 8 slots of 2048")
     assert said.startswith("3 slots of 4096 tokens, for 16 of 4096")
 
 

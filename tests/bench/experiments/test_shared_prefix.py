@@ -108,7 +108,7 @@ def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32
 def test_loop_refuses_a_memory_that_cannot_be_cut_back(synth: SynthFactory) -> None:
     model = open_model(synth("mamba"))
     loop = BareLoop(model, EngineOptions(parallel=2, ctx_per_seq=256, n_threads=1))
-    with pytest.raises(ConfigError, match="copied"):
+    with pytest.raises(ConfigError, match="cannot copy"):
         loop.run([1], [[2]], 1)
     loop.close()
     model.close()
