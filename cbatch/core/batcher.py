@@ -38,7 +38,7 @@ class Wants(Protocol):
         """Get what the sequences of this batcher need, and call `go_on` with those that have it."""
 
     def lack_of(self, driver: SequenceDriver) -> Wait | None:
-        """Have what a sequence lacks prepared; return what it must wait for before it is queued, if anything."""
+        """Start preparing what a sequence lacks; return what it must wait for before it is queued, or None."""
 
     def look_ahead(self, ending: Collection[SequenceDriver], now: float) -> None:
         """Tokenize the prompts that the next plan may need; `ending` sequences are about to leave their slots."""
@@ -51,7 +51,10 @@ class Files(Protocol):
     """Cells on disk. Called between plans, except where noted."""
 
     def must_read(self, driver: SequenceDriver, n_found: int) -> bool:
-        """Whether a sequence should wait for its file if `n_found` cells are in memory. By plans; changes nothing."""
+        """Whether a sequence should wait for its file of cells, although `n_found` cells in memory can be reused.
+
+        Called by plans; changes nothing.
+        """
 
     def read(self, driver: SequenceDriver) -> None:
         """Read the file of a held sequence, then call `go_on`."""
@@ -75,7 +78,7 @@ class Occupancy:
     n_paused: int
     """Paused with a slot, which others may take."""
     n_unserved: int
-    """Waiting for a slot, or first for their tokens or grammar."""
+    """Waiting for a slot, or before that for the tokens or the grammar of their prompt."""
     n_open_slots: int
     """Slots open to new requests; negative if over-reserved."""
     n_storing: int
@@ -148,14 +151,14 @@ class MultiRequestBatcher:
         return find_imbalance(self)
 
     def start_anew(self) -> None:
-        """Forget all cells, also saved ones; the next plan empties the slots. Nothing may be in flight."""
+        """Forget all cells, also saved ones; the next plan empties the slots. No request may be in flight."""
         old = self.ledger
         self._order_writes([key for _, key in self.cells.saves])
         kept = [*self.saved.keys, *self.cells.prefixes.checkpoints.kept]
         self._open_books(KvLedger(old.n_slots, old.n_window, old.memory))
         for i in range(old.n_slots):
             self.cells.clear(Slot(i))
-        self.cells.prefixes.drop(kept)  # the counter stays, so no key is used again
+        self.cells.prefixes.drop(kept)  # so that none of these keys is used again
         self.cells.forgets += kept
 
     # ---- questions ----
@@ -172,16 +175,16 @@ class MultiRequestBatcher:
 
     @property
     def n_waiting(self) -> int:
-        """Number of sequences that could take a slot. From any thread."""
+        """Number of sequences that could take a slot. Callable from any thread."""
         return len(self.queue)
 
     @property
     def n_ended(self) -> int:
-        """Number of ended requests that `take_ended` has not returned. From any thread."""
+        """Number of ended requests that `take_ended` has not returned. Callable from any thread."""
         return len(self._ended)
 
     def occupancy(self) -> Occupancy:
-        """Return the counts of sequences and cells. From any thread, but `n_held` is only exact in the owner thread."""
+        """Return the counts of sequences and cells. From any thread; `n_held` is only exact in the owner thread."""
         n_free, n_waiting = self.ledger.n_free_slots, self.n_waiting
         n_paused = sum(d is not None and d.status is Status.PAUSED for d in self.ledger.holders)
         n_used_slots = self.ledger.n_slots - n_free
@@ -222,12 +225,12 @@ class MultiRequestBatcher:
         return any(want.driver.request.id == id for want in [*self.storing.values()])
 
     def is_paused(self, id: str) -> bool:
-        """Whether a request is in flight and paused. From any thread."""
+        """Whether a request is in flight and paused. Callable from any thread."""
         driver = self.in_flight.get(id)
         return driver is not None and driver.status is Status.PAUSED
 
     def has_ended(self, id: str) -> bool:
-        """Whether a request has ended and `take_ended` has not returned it. From any thread."""
+        """Whether a request has ended and `take_ended` has not returned it. Callable from any thread."""
         return self.is_storing(id) or any(driver.request.id == id for driver in [*self._ended])
 
     # ---- coming ----
@@ -275,7 +278,7 @@ class MultiRequestBatcher:
     # ---- waiting for more than a slot ----
 
     def hold(self, driver: SequenceDriver, reason: Wait) -> None:
-        """Take a waiting sequence out of the queue until `go_on`, so that later ones pass it."""
+        """Take a waiting sequence out of the queue until `go_on`, so that later ones can pass it."""
         self.queue.remove(driver)
         self._note_wait(driver, reason)
 
@@ -395,12 +398,12 @@ class MultiRequestBatcher:
         """Forget a sequence that never had a slot, as if it had not been submitted."""
         driver = self.in_flight.pop(id)
         self._withdraw(driver)
-        driver.cancel(driver.clock.submitted_s)  # so that the deadlines forget it
+        driver.cancel(driver.clock.submitted_s)  # `Deadlines` drops only ended sequences
         self.forget_cells(driver)
         self._deadlines.note_end()
 
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
-        """Remove a finished sequence; with `has_cells`, its slot retains the useful ones.
+        """Remove a finished sequence; with `has_cells`, its slot retains the cells that others can reuse.
 
         A sequence whose cells are written to disk ends in `end_storing`.
         """

@@ -136,7 +136,7 @@ class KvLedger:
         self.n_used -= self._drop_blocks(slot, n_less) if self.is_overcommitted else n_less
 
     def share(self, source: Slot, slot: Slot, n_cells: int) -> None:
-        """Record that an empty slot shares another's first `n_cells`; an overcommitted pool counts them once."""
+        """Record that an empty slot shares the first `n_cells` of `source`; an overcommitted pool counts them once."""
         if not self.is_overcommitted:
             self.add(slot, n_cells)
             return

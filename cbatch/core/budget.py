@@ -25,28 +25,29 @@ new prompt takes at most a third longer than alone. `SHORT_RUN_S` is always allo
 often."""
 
 FAIR_OVER_ROWS = 4.0
-"""The factor if as many new sequences wait for a first token as rows for their next; in proportion otherwise."""
+"""The factor if as many new sequences wait for their first token as rows for their next; otherwise it is in proportion
+to new sequences per row."""
 
 LONG_OVER_ROWS = 1.75
-"""The least factor for a prompt that needs more than `N_SHORT` such steps, relative to the decoding rows alone: readers
-would notice so many long steps."""
+"""The least factor for a prompt that would need more than `N_SHORT` steps: readers would notice so many long steps.
+It is relative to the decoding rows alone."""
 
 N_SHORT = 8
 """Most steps of a prompt that does not count as long."""
 
 MOST_OVER_ROWS = 9.0
-"""The factor if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
-hardly faster."""
+"""The greatest factor, also used if no reader waits for a next token: only a tenth of the step is not spent on prompts,
+so larger steps would hardly be faster."""
 
 LEAST_BURST_S = 0.2
-"""Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
-Python and in readers."""
+"""Least seconds that a step spends on prompts if many of them wait for a first token: readers do not notice shorter
+waits, and each step has a fixed cost in Python and in programs that read."""
 
 N_FIRST = 64
 """Prompt tokens of a step while their cost is unknown."""
 
 _N_DECODES = 9
-"""Steps of each width whose median is taken; nearly half of them may be slow for other reasons."""
+"""Steps of each width (number of decoding rows) whose median is taken; nearly half may be slow for other reasons."""
 
 _N_PROMPTS = 32
 """Steps with prompts to which the cost of prompt tokens is fitted: about 500 pairs."""
@@ -137,7 +138,7 @@ class PromptCost(NamedTuple):
     """What prompts add to a step, in seconds."""
 
     run_s: float
-    """For the separate graph run."""
+    """For each step: its prompt tokens need a graph run of their own."""
     token_s: float
     """For each token."""
     cell_s: float = 0.0
@@ -149,8 +150,8 @@ class StepCosts:
 
     A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens: those
     late in a long prompt cost more than the first, because each attends to all cells before it.
-    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences. They
-    exclude the time in which other programs had the cores; `slower` says by how much that lengthens steps now.
+    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences. The
+    costs exclude the time in which other programs had the cores; `slower` is the factor by which that lengthens steps.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,7 @@ class StepCosts:
         self._prompt: PromptCost | None = None
         self._cell_s = 0.0
         self._left_s: dict[int, float] = {}
-        """Seconds of the rows of widths that were only seen together with prompts."""
+        """Seconds of the decoding rows alone, for widths that were measured only in steps with prompts."""
         self._is_uniform = False
         """Whether all recent steps with rows and prompts had the same number of prompt tokens."""
         self._n_unfitted = 0
@@ -194,8 +195,8 @@ class StepCosts:
         """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens.
 
         Args:
-            n_rows: rows.
-            n_prompt: tokens.
+            n_rows: decoding rows of the step.
+            n_prompt: prompt tokens of the step.
             seconds: what the step took.
             n_before: cells before each prompt token, summed over the tokens.
         """
@@ -224,8 +225,8 @@ class StepCosts:
     def decode_s(self, n_rows: int) -> float | None:
         """Return the seconds of computing of a step of `n_rows` decoding rows; None if no step was measured.
 
-        The estimate of an unmeasured width is that of the nearest one, scaled up if it is much wider. Under load every
-        step may have prompts in it, and an estimate that is too short would starve them for ever.
+        The estimate of an unmeasured width is that of the nearest measured one, scaled up if that is much smaller.
+        Under load every step may have prompts, so no better estimate comes; one that is too short would starve prompts.
         """
         nearest = self._nearest(n_rows)
         return (
@@ -247,7 +248,7 @@ class StepCosts:
         )
 
     def _width_s(self, n_rows: int) -> float:
-        """Return the seconds of a measured width, at most those of the next wider: its own steps may have been slow."""
+        """Return the seconds of a measured width, at most those of the next greater: some steps may have been slow."""
         times = self._decodes.get(n_rows)
         if times is None:
             return self._left_s[n_rows]
@@ -294,7 +295,7 @@ class StepCosts:
     def _n_in(self, seconds: float, cost: PromptCost, start: int) -> int:
         """Return how many prompt tokens from position `start` are computed in `seconds`, at least one.
 
-        Few and noisy steps may tell any cost, so a step has at most `_GROWTH` times the tokens that one had before.
+        A cost fitted to few, noisy steps may be far off, so a step has at most `_GROWTH` times the most tokens so far.
         If all steps had the same number of tokens, the cost of one token is unknown; then the next step has fewer.
         """
         first_s = cost.token_s + cost.cell_s * start
@@ -343,7 +344,7 @@ class StepCosts:
         self._is_uniform = not slopes and len(mixed) >= _N_UNIFORM
 
     def _beyond_s(self, step: _Mixed) -> float:
-        """Return a step's seconds without those that its decoding rows take alone."""
+        """Return by how many seconds a step took longer than its decoding rows take alone."""
         return step.seconds - ((self.decode_s(step.n_rows) or 0.0) if step.n_rows else 0.0)
 
 
@@ -411,7 +412,7 @@ class PromptBudget:
         are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
         if n_rows and is_watched and are_few:
             if prefills[0].driver.pictures:
-                # its pictures took longer than their rows will: large steps bring its first token hardly earlier
+                # encoding its pictures took longer than their rows will: large steps would hardly save time
                 n_most = self._n_within(n_rows, SHORT_RUN_S, start)
             else:
                 n_left = prefills[0].n
@@ -449,7 +450,10 @@ class PromptBudget:
         return len(prefills) if self._options.ttft == "first" else 0
 
     def _n_within(self, n_rows: int, seconds: float, start: int) -> int:
-        """Return how many prompt tokens keep a step within `seconds` by the measured costs; at least one."""
+        """Return how many prompt tokens keep a step within `seconds` by the measured costs.
+
+        At least one, but 0 while no step without prompt tokens was measured.
+        """
         if not self.costs.has_decoded:
             return 0  # this step measures what decoding takes
         n_tokens = self.costs.n_prompt_within(n_rows, seconds, start)

@@ -135,7 +135,7 @@ class SequenceDriver:
     tokens: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens sampled for this request, if it asks for them."""
+    """One for each token sampled for this request, if it asks for log-probabilities."""
     n_prompt: int = 0
     n_computed: int = 0
     n_reached: int = 0
@@ -167,9 +167,9 @@ class SequenceDriver:
     takes_long: bool | None = None
     """Whether its prompt takes long to tokenize; None if not estimated yet."""
     pictures: Sequence[object] = ()
-    """What keeps the rows of its prompt's pictures and sounds in memory."""
+    """Objects that keep the rows of its prompt's pictures and sounds in memory."""
     picture_edges: Sequence[int] = ()
-    """Where these begin and end among the tokens, in pairs."""
+    """Where pictures and sounds begin and end among the tokens, in pairs."""
     n_image_tokens: int = 0
     """How many of its prompt's tokens are rows of pictures."""
     n_audio_tokens: int = 0
@@ -185,7 +185,7 @@ class SequenceDriver:
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
-    """The error it ends with. Before the end: why its prompt cannot be computed or its required file not used."""
+    """The error it ends with. Before the end: why its prompt cannot be computed, or its required file not be used."""
 
     @classmethod
     def of(
@@ -317,7 +317,7 @@ class SequenceDriver:
         self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
     def begin(self, tokens: Sequence[int], n_window: int, n_cap: int) -> None:
-        """Set the prompt's tokens, the cells of a slot, and the most tokens of output."""
+        """Set the prompt's tokens, the most cells of its slot, and the most tokens of output."""
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
         self.n_prompt, self.n_window, self.n_cap = len(tokens), n_window, n_cap
@@ -377,8 +377,8 @@ class SequenceDriver:
         """Return the backend's settings for this sequence in `slot`.
 
         Args:
-            has_drafts: allow draft tokens that followed its newest ones before.
-            shares_drafts: in other answers of its job, too.
+            has_drafts: allow as draft tokens those that followed an earlier occurrence of its newest ones.
+            shares_drafts: with `has_drafts`, look for such occurrences in other answers of its job, too.
             has_model_drafts: allow draft tokens of a draft model.
         """
         request = self.request
@@ -386,7 +386,7 @@ class SequenceDriver:
             self.output
         )  # lower by the tokens that left the window
         constraint = self.compiled.get(request.grammar) if request.grammar else None
-        # held tokens are not sampled: all of them are appended before the next one is
+        # held tokens are appended without sampling, before the next token is sampled
         held = self.held.forced if self.held else ()
         process = request.options.logits_processor
         may_draft = constraint is None and process is None
@@ -463,8 +463,8 @@ class SequenceDriver:
     ) -> None:
         """Take the results of a run: `n_inputs` planned tokens have cells now, and `sampled` were sampled after them.
 
-        Ends the sequence if its last token does. If a stop token or the grammar's end coincides with the cap, the
-        finish reason is "stop".
+        Ends the sequence if it has reached a stop or a limit. If a stop token or the grammar's end coincides with the
+        cap, the finish reason is "stop".
 
         Args:
             now: when the run ended; its first step ended `later_s` before that.
@@ -554,7 +554,7 @@ class SequenceDriver:
                 self._fail_row(now, stands_for)
         n_forced = len(guidance.forced)
         for i, token in enumerate(guidance.forced, 1):
-            # the rest does not fit the full window: it is sampled under the grammar after the shift
+            # the window is full: the other forced tokens are sampled under the grammar after the shift
             if self.finish_reason is not None or len(self.tokens) > self.n_window:
                 break
             if self.status is Status.PAUSED:
@@ -604,7 +604,7 @@ class SequenceDriver:
         self.finish("timeout", now, None if self.has_run else never_ran)
 
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
-        """End with `reason` and release held-back text. The last status waits until cells are stored, if any are."""
+        """End with `reason` and release held-back text. While cells are yet to be written to disk, it is `STORING`."""
         can_store = self.slot is not None and error is None
         self.undergo(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
         self.waits_for = self.leader = None

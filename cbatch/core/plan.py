@@ -18,16 +18,16 @@ Slot = NewType("Slot", int)
 BROKEN_ROW = -1
 """In place of a token: the row's logits had a NaN or +∞, or there was no row.
 
-Such values are negative. They are not return codes of `llama_decode`; `StepResult.code` has those."""
+Values in place of a token are negative. They are no return codes of `llama_decode`; `StepResult.code` has those."""
 
 EMPTY_ROW = -3
 """In place of a token: every logit was −∞ after mask, bias and penalties."""
 
 UNCHANGED = (0, 1, -1)
-"""Return codes of `llama_decode` after which the cells are as the result says. Source: include/llama.h."""
+"""Return codes of `llama_decode` after which exactly the completed steps have cells. Source: include/llama.h."""
 
 N_STEPS_MAX = 64
-"""Most steps in one run. In an overcommitted pool, retained cells are dropped to make room for that many."""
+"""Most steps in one run. In an overcommitted pool, retained cells are dropped to make room for so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Binding:
     the origin by one; it may be negative."""
     sampling: Sampling
     stop_tokens: Collection[int]
-    """All token ids that end the sequence, including the model's end-of-generation ids unless ignored."""
+    """All token ids that end the sequence, with the model's end-of-generation ids unless the request ignores them."""
     history: tuple[int, ...] = field(default=(), repr=False)
     """All tokens so far, prompt and output, including pending ones and those that left the window.
     Penalties and DRY see them, and every token computed later."""
@@ -66,11 +66,12 @@ class Binding:
     processor: OwnProcessor | None = None
     """Changes each row of logits before anything else; None for no processor."""
     has_drafts: bool = False
-    """Whether the backend may draft tokens that followed the newest ones before; see `StepPlan.n_drafts`."""
+    """Whether the backend may draft the tokens that followed an earlier occurrence of the newest ones; see
+    `StepPlan.n_drafts`."""
     has_model_drafts: bool = False
-    """Whether it may draft tokens that a draft model guesses."""
+    """Whether the backend may draft tokens that a draft model guesses."""
     draft_group: int = 0
-    """If not 0, and with `has_drafts`, they may also come from answers of sequences with the same number."""
+    """With `has_drafts`, draft tokens may also come from answers of sequences with the same group; 0 for no group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
+    """One backend run. Its order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
     A slot with a constraint samples only tokens that the constraint allows. A span with an output in a slot with a
     constraint or a processor needs `n_steps` = 1, because its next step depends on the sampled token. `spans` are in
     ascending order of slot, at most one for each slot, with at most `N_TARGETS_MAX` targets together. They have at most
-    `n_batch` tokens together, but for a single span that is a whole picture; see `has_whole_pictures`.
+    `n_batch` tokens together, except a single span that is a whole picture; see `has_whole_pictures`.
 
     With `n_steps` > 1, every span has an output and none has targets, and each further step computes the tokens that
     the previous step sampled. The run ends early after a step in which a row sampled a stop token or was broken, after
@@ -106,18 +107,18 @@ class StepPlan:
     """Time limit of the run in seconds, from the beginning of computing; 0 for no limit."""
     n_drafts: int = 0
     """Most draft tokens that a step may compute after a row's own token; only in a run of several steps and with
-    `KvCapabilities.can_draft`. A draft token that equals the token sampled before it is accepted, and its row is
-    sampled in the same step. So a row samples at least one token each step, and a run ends when a row has
-    sampled `n_steps` tokens."""
+    `KvCapabilities.can_draft`. A draft token is accepted if it equals the token sampled from the row before it; then
+    the next token is sampled from its own row in the same step. So a row samples at least one token each step, and a
+    run ends when a row has sampled `n_steps` tokens."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty; they may be empty already."""
     binds: tuple[Binding, ...] = ()
     trims: tuple[tuple[Slot, int], ...] = ()
-    """(slot, n): keep its first n cells. Needs `KvCapabilities.can_trim`."""
+    """(slot, n): keep the slot's first n cells. Needs `KvCapabilities.can_trim`."""
     copies: tuple[tuple[Slot, Slot, int], ...] = ()
     """(from, to, n): copy the first n cells to an empty slot. Needs `KvCapabilities.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
-    """(slot, key): copy its cells to host memory under an unused key. Needs `KvCapabilities.can_save`."""
+    """(slot, key): copy the slot's cells to host memory under an unused key. Needs `KvCapabilities.can_save`."""
     loads: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, key, n): load the first n saved cells into an empty slot; without `can_trim`, all of them. Other slots and
     plans may load the same cells until they are forgotten."""
@@ -143,7 +144,7 @@ class GrammarStep:
     """The state of a constraint after a sampled token."""
 
     forced: tuple[int, ...] = ()
-    """Tokens that must follow: output without cells. Empty if log-probabilities were asked for."""
+    """Tokens that must follow: they become output, without cells yet. Empty if log-probabilities were asked for."""
     is_complete: bool = False
     """Whether nothing may follow the forced tokens."""
     problem: str = ""
@@ -158,7 +159,7 @@ class DraftCounts(NamedTuple):
     """Draft tokens of one sequence that were computed, by source, and those of them that were accepted."""
 
     n_own: int = 0
-    """Repeated by the sequence."""
+    """Drafted from earlier tokens of the sequence itself."""
     n_job: int = 0
     n_model: int = 0
     n_own_accepted: int = 0
@@ -182,7 +183,7 @@ class StepResult:
     n_steps: int
     """Number of completed steps. A failed step does not count and has sampled nothing."""
     code: int = 0
-    """The return code of the last `llama_decode`. If it is not 0, the step after the `n_steps` failed."""
+    """The return code of the last `llama_decode`. If it is not 0, the step after `n_steps` completed ones failed."""
     decode_s: float = 0.0
     sample_s: float = 0.0
     first_s: float = 0.0
@@ -201,23 +202,23 @@ class StepResult:
     """`logprobs[i][j]` belongs to `tokens[i][j]`. Empty for a span whose slot reports none; the whole is empty if no
     slot reports any."""
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """Log-probabilities of the targets of each span with targets; empty if the step was not done."""
+    """Log-probabilities of the targets of each span with targets; empty if the step failed."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
-    """States of constraints after the sampled tokens; unremarkable ones are left out."""
+    """States of constraints after the sampled tokens, by slot; a missing one is `FREE`."""
     n_drafts: tuple[int, int, int] = (0, 0, 0)
-    """Draft tokens that were computed: repeated by the sequence, from its group, from a draft model."""
+    """Draft tokens that were computed, by source: the sequence itself, its group, a draft model."""
     n_accepted: tuple[int, int, int] = (0, 0, 0)
     """Draft tokens that were accepted, by the same sources."""
     drafted: Sequence[DraftCounts] = ()
-    """The same for each span; empty if there were none."""
+    """Draft tokens of each span; empty if there were none."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows instead of tokens."""
 
     n_threads: int = 0
     """Threads that computed; 0 if unknown."""
     waited_s: float = 0.0
-    """Seconds of decoding and sampling in which the thread that computes had no core, or slept until its team was done:
-    mostly because of other programs. 0 if unknown."""
+    """Seconds of decoding and sampling in which the thread that computes had no core, or slept until the other threads
+    of its computation were done: mostly because of other programs. 0 if unknown."""
 
     @property
     def later_s(self) -> float:
@@ -230,8 +231,8 @@ class KvCapabilities:
     """What a backend's memory can do; found out by trying, not by the model's name."""
 
     kind: Literal["partitioned", "unified", "recurrent"]
-    """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all slots, with or without states
-    beside it. `recurrent`: a state of fixed size for each slot, with or without cells of its own."""
+    """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all slots, with or without
+    recurrent states besides. `recurrent`: a state of fixed size for each slot, with or without cells of its own."""
     n_cells: int
     """Total number of cells."""
     can_trim: bool = True

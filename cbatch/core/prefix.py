@@ -51,14 +51,14 @@ class PrefixMatch:
     n_short: int = 0
     """How many tokens at the end of the most similar checkpoint differ from the prompt, if only a few do; else 0."""
     alike: Sequence[tuple[int, int]] = ()
-    """Tokens in common with the prompt, and the slot or the checkpoint's key, of all that are similar."""
+    """For each slot or checkpoint that begins alike: tokens in common with the prompt, and the slot or the key."""
 
 
 class PrefixCache:
     """Finds cells that a new sequence can reuse: in a free slot, or by a copy from a slot in use.
 
-    Memory that cannot be trimmed can only be reused at its exact end. There a new sequence continues from a checkpoint,
-    which was taken at one of the `marks` of an earlier sequence, where prompts diverge.
+    In memory that cannot be trimmed, the cells of a sequence can only be reused all together. There a new sequence
+    continues from a checkpoint, which was taken at one of the `marks` of an earlier sequence.
 
     With the backend's `cuts`, a reused prefix ends where prompts may be cut, and output is reused only by the request
     that continues it. Cells computed with different adapters never match.
@@ -228,7 +228,7 @@ class PrefixCache:
                 marks.append(n)
         return tuple(marks)
 
-    # ---- what a newcomer can begin with ----
+    # ---- what a new sequence can start with ----
 
     def find(self, driver: SequenceDriver) -> PrefixMatch:
         """Return what is in memory of a prompt's beginning. Changes nothing."""
@@ -302,7 +302,7 @@ class PrefixCache:
         n_cells = self._ledger.n_cells[slot]
         number, left = self._left_by.get(slot, (None, []))
         if number is not None and number == driver.request.continues:
-            # a result from another program may have the number of another request
+            # in a result of another process, the number may be that of an unrelated request here
             is_own = n_common(_text(driver, n_cells), left) > n_cells
             if is_own and n_cells <= driver.n_reusable:
                 return n_cells
@@ -319,7 +319,7 @@ class PrefixCache:
         return n_cells >= MIN_SHARED_TOKENS or n_lost < MIN_SHARED_TOKENS
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
-        """Whether it pays to copy from a slot; a paused sequence may lose the slot in the same plan.
+        """Whether cells of a slot can be copied and are enough; a paused sequence may lose the slot in the same plan.
 
         In memory that cannot copy, a checkpoint is taken of the cells as they are before the plan.
         """
@@ -332,7 +332,7 @@ class PrefixCache:
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
         """Whether a sequence will soon have the first `n_cells` cells of its slot, because it computes or loads them.
 
-        For a checkpoint the sequence must not be past that place.
+        In memory that cannot copy, the caller needs a checkpoint, so the sequence must not be past that place.
         """
         is_loading = self._can_copy and driver.saved_key is not None
         is_coming = self._ledger.n_cells[slot] < n_cells or is_loading
@@ -341,7 +341,7 @@ class PrefixCache:
     def n_usable(
         self, driver: SequenceDriver, tokens: Sequence[int], n_given: int, n_checkpoint: int = 0
     ) -> int:
-        """Return how many saved cells match the beginning of a prompt; the first `n_given` of `tokens` were a prompt.
+        """Return how many saved cells match the beginning of a prompt; their first `n_given` `tokens` were a prompt.
 
         Few cells of many count as none, because every chat begins with the same tokens of its template. In memory that
         cannot be trimmed, the result is all cells, the first `n_checkpoint`, or none.

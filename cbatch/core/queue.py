@@ -89,7 +89,7 @@ class AdmissionQueue:
         """By chosen slot; None for sequences that accept any."""
 
     def __len__(self) -> int:
-        """Return the number of sequences in the queue. From any thread."""
+        """Return the number of sequences in the queue. Callable from any thread."""
         return len(self._ranks)
 
     @property

@@ -23,7 +23,7 @@ class Request:
     options: RunOptions
     sampling: Sampling
     stop_tokens: Collection[int] = ()
-    """A set where they may be many: each sampled token is looked for in them."""
+    """A set if there may be many, because each sampled token is looked up."""
     deadline_s: float = math.inf
     """The deadline, in seconds of the engine's clock."""
     adapters: AdapterSet = ()
@@ -42,7 +42,7 @@ class Request:
     output_logprobs: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of `output`, if asked for."""
     continues: int | None = None
-    """The number of the earlier request's sequence."""
+    """The number of the sequence whose result this request continues; None if it continues none."""
     grammar: Grammar | None = None
     """What the output must match."""
     is_grammar_open: bool = False

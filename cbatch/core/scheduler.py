@@ -143,7 +143,7 @@ class ContinuousBatchScheduler:
         return Plan(step, drivers, slot_plan, adapter_turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
-        """Commit a plan by the result of its run; return the sequences of its rows.
+        """Commit a plan and the result of its run; return the sequences of its rows.
 
         Raises:
             DecodeError: steps keep failing regardless of their contents, so the engine must stop.
@@ -228,7 +228,7 @@ class ContinuousBatchScheduler:
         return max(n_rows, min(n_rows_at(d.picture_edges, slot_plan.n_computed(d)) for d in asked))
 
     def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
-        """Return how many cells a step may copy: in a step that decodes, as many as take as long as decoding."""
+        """Return how many cells a step may copy: as many as take as long as its decoding; None for no limit."""
         n_rows = _n_single(slot_plan.running_then())
         return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
@@ -319,7 +319,7 @@ class ContinuousBatchScheduler:
                 room = n_alone
             elif not (n_decoding and self._was_alone):
                 room = n_alone
-                shares.clear()  # a large picture is a step of its own, and rows that decode have the next one
+                shares.clear()  # a large picture is a step of its own; decoding rows have the next step
         split = self._split(prefills, wanted, room, n_enough)
         shares += [(*p.place, n) for p, n in zip(prefills, split, strict=True) if n]
 
@@ -476,7 +476,7 @@ class ContinuousBatchScheduler:
             n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
             gap = driver.clock.last_token_s, n_new
             n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
-            if n_inputs == 1 and n_computed >= driver.n_prompt:  # the definition of `EngineStats`
+            if n_inputs == 1 and n_computed >= driver.n_prompt:  # as `EngineStats` defines it
                 n_decode += 1
             else:
                 n_prompt += n_inputs
@@ -521,7 +521,7 @@ class ContinuousBatchScheduler:
         busy = self.costs.learn_waits(first_s + later_s, result.waited_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, busy * first_s, n_before)
-        elif n_drafts:  # of all steps together
+        elif n_drafts:  # they are counted for all steps of a run together
             n_mean = n_rows + round(n_drafts / result.n_steps)
             self.costs.learn_decode(n_mean, busy * (first_s + later_s) / result.n_steps)
         else:
@@ -549,7 +549,7 @@ class ContinuousBatchScheduler:
         if result.code not in UNCHANGED:
             self._settle_cells(drivers, result)
         is_full = result.code == 1 and self._is_overcommitted
-        # only a question, on a plan that is discarded; the next plan does it
+        # only tried here, on a plan that is discarded; the next plan does it
         if is_full and _make_room_or_free_slot(self.batcher.slot_plan()):
             self._is_pool_full = True
             return
@@ -608,7 +608,7 @@ class FaultBisection:
     """
 
     def __init__(self) -> None:
-        self._groups: list[dict[SequenceDriver, int]] = []  # with the cells that clear a suspect
+        self._groups: list[dict[SequenceDriver, int]] = []  # by suspect, the cells that clear it
 
     def suspects(self, leaving: Container[SequenceDriver] = ()) -> list[SequenceDriver]:
         """Return the group to compute next, without any other sequence; empty if there is no suspect.

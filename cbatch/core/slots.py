@@ -39,7 +39,8 @@ N_STORING_PER_SLOT = 2
 that saves its cells is admitted."""
 
 N_PREEMPTED_MAX = 3
-"""Most preemptions of one sequence while any cell is free; after that, all slots are admitted by the worst case."""
+"""Most preemptions of one sequence while any cell is free; admission then
+assumes the worst case for all slots while the sequence has one."""
 
 _FIRST_RATIO = 0.7
 """Share of the cap that an output is expected to use before any has ended. Source: SGLang's initial new-token ratio."""
@@ -419,7 +420,7 @@ class KvDemandEstimator:
     """Estimates how many cells a sequence will need: in the worst case, or as ended sequences suggest.
 
     The estimate is a share of the cap, `ratio`, which follows ended requests and rises when the pool was full. Without
-    a cap it starts as a slot's share of the pool, because the rest of the window says nothing about an answer.
+    a cap it is a slot's share of the pool, at most the rest of the window, which alone says nothing about an answer.
     """
 
     def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:

@@ -71,8 +71,8 @@ class PromptCuts:
     """Where prompts are cut into chunks, so that results do not depend on other requests in the batch.
 
     If `most` is greater than `multiple`, cuts at any multiples give identical bits, and a chunk may be as long as a
-    step has room for. Otherwise a prompt is cut at every multiple. If there are rules, a prompt is also cut where its
-    pictures begin and end, and a picture after every `multiple` of its rows.
+    step has room for. Otherwise a prompt is cut at every multiple. If `multiple` is not 0, a prompt is also cut where
+    its pictures begin and end, and a picture after every `multiple` of its rows.
     """
 
     multiple: int = 0
@@ -118,10 +118,10 @@ class PromptCuts:
         return n - n % self.multiple if self.multiple else n
 
     def n_whole(self, n: int, n_prompt: int, edges: Sequence[int]) -> int:
-        """Return how many of a prompt's first `n` tokens another request can have computed, if it has the same ones.
+        """Return how many of a prompt's first `n` tokens can be reused from a request whose prompt has the same ones.
 
-        What follows them in the other prompt must not matter, so a picture is shared as a whole, and the text before
-        one up to a multiple.
+        The cells must not depend on what follows there, so a picture is only reused as a whole, and text up to a
+        multiple.
 
         Args:
             n: below `n_prompt`.
