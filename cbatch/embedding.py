@@ -1,4 +1,4 @@
-"""What embeddings and scores of documents are asked by, and their results."""
+"""Settings and results of embeddings and of reranking."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ class TextSettings:
     """How the vectors of some texts are made; the arguments of `Engine.embed` and `Engine.rerank`."""
 
     pooling: Pooling | None = None
-    """None for the model's own."""
+    """None for the pooling that the model's file names."""
     normalize: bool = True
     dimensions: int | None = None
     prefix: str = ""
-    """Put before each text."""
+    """Text that is put before each text."""
     truncate: Truncate | None = None
     query: str | None = None
-    """With it, each text is a document that is paired with this query."""
+    """For reranking: each text is a document that is paired with this query."""
     instruction: str | None = None
-    """What documents are judged by, where the model's template has a place for it."""
+    """The criterion for judging documents, if the model's template has a place for one."""
     is_patient: bool = False
-    """Whether texts of others go first, though they came later."""
+    """Whether texts of other calls go first, even if they came later."""
 
     @classmethod
     def of(cls, **given: Any) -> TextSettings:
-        """Return settings of arguments.
+        """Return settings made of arguments of `Engine.embed` or `Engine.rerank`.
 
         Raises:
-            ConfigError: one of them is wrong.
+            ConfigError: an argument is wrong.
         """
         pooling, truncate = given.get("pooling"), given.get("truncate")
         dimensions = given.get("dimensions")
@@ -78,11 +78,11 @@ class TextSettings:
         )
 
     def check(self, facts: ModelFacts) -> None:
-        """Check what is asked for against what a model can do.
+        """Check that a model can do what these settings ask for.
 
         Raises:
-            UnsupportedTaskError: it cannot do that.
-            ConfigError: more dimensions than its vectors have.
+            UnsupportedTaskError: the model cannot do it.
+            ConfigError: `dimensions` is more than the model's vectors have.
         """
         is_reranker = facts.pooling == "rank"
         if not is_reranker and (self.query is not None or self.pooling == "rank"):
@@ -110,9 +110,9 @@ class EmbedResult:
     index: int
     """The text's place in the call, from 0."""
     embedding: NDArray[np.float32] | None
-    """(dimension,) float32; (n_tokens, dimension) with `pooling="none"`; None with an error."""
+    """(dimension,) float32; (n_tokens, dimension) with `pooling="none"`; None if there is an error."""
     n_tokens: int = 0
-    """Tokens that were computed, those of an instruction included."""
+    """Number of computed tokens, including those of an instruction."""
     error: CBatchError | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -130,9 +130,9 @@ class RerankResult:
     index: int
     """The document's place in the call, from 0."""
     score: float
-    """0 … 1, or the raw logit with `raw_scores`; NaN with an error."""
+    """A probability, 0 … 1; with `raw_scores`, the logit; NaN if there is an error."""
     n_tokens: int = 0
-    """Tokens of query, document and template."""
+    """Number of tokens of query, document and template together."""
     error: CBatchError | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

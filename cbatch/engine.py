@@ -82,7 +82,7 @@ T = TypeVar("T")
 _log = Log("cbatch")
 
 IsStopped = Callable[[], bool]
-"""Tells whether a load is to stop, for its result is not wanted any more."""
+"""Returns whether loading should stop because nobody wants its result any more."""
 
 N_TEXTS_AHEAD = 2048
 """Texts of a generator in hand: enough to fill micro-batches, and for results that a reader has not taken. Our
@@ -210,7 +210,7 @@ class Engine:
 
         Raises:
             ModelLoadError, ConfigError, IncompatibleLlamaError: see `load`.
-            EngineClosedError: the engine is closed, also where it never was loaded.
+            EngineClosedError: the engine is closed, even if it was never loaded.
         """
         with Postponed() as signals, self._opening:
             if self._made is not None:
@@ -237,10 +237,10 @@ class Engine:
     def close(self, *, within_s: float | None = None) -> None:
         """End every request and free the model. Running ones end `cancelled`, queued ones with an error.
 
-        A native call cannot be broken off: Ctrl-C meanwhile is raised when all is freed.
+        A native call cannot be interrupted: a Ctrl-C during it is raised after everything is freed.
 
         Args:
-            within_s: seconds after which worker processes are killed; None: 60.
+            within_s: seconds after which worker processes that still run are killed; None means 60.
         """
         with Postponed():
             self._is_closing = True  # a load in another thread stops
@@ -258,7 +258,7 @@ class Engine:
 
     @property
     def outage(self) -> Outage | None:
-        """Why nothing computes now: no worker is running, or the engine has ended. None if all is well."""
+        """Why the engine computes nothing now: no worker runs, or the engine has ended. None if it can compute."""
         if self._made is None:
             return None
         try:
@@ -288,7 +288,7 @@ class Engine:
 
     @property
     def n_window(self) -> int:
-        """Tokens, prompt and answer, that one slot holds."""
+        """Most tokens of prompt and answer together that one slot holds."""
         return self._runtime.n_window
 
     @property
@@ -300,7 +300,7 @@ class Engine:
     def exactness(self) -> str:
         """`bitwise` where a request's tokens and logits do not depend on other requests, else `not guaranteed: reason`.
 
-        Found by a probe on the loaded model: asking the first time takes a few seconds.
+        A probe on the loaded model finds this, so the first access takes a few seconds.
         """
         if not self._exactness_found:
             self._exactness_found = self._runtime.exactness()
@@ -310,7 +310,7 @@ class Engine:
     def company(self) -> str:
         """How sequences are computed: `together: reason`, or `one at a time: reason`, whatever `parallel` asked for.
 
-        Found when the model is loaded: some are computed wrongly by llama.cpp where several sequences share a step.
+        Found when the model is loaded: llama.cpp computes some models wrongly if several sequences share a step.
         """
         return self.model_facts.company
 
@@ -318,16 +318,16 @@ class Engine:
     def fingerprint(self) -> dict[str, str]:
         """What answers depend on besides prompt and options, by name: model, adapters, chat template, settings.
 
-        Slots, threads, sizes and devices are left out: they change the last bits of logits only.
+        Slots, threads, sizes and devices are left out, because they only change the last bits of logits.
 
-        Reads some 32 MiB of the model's file, the first time.
+        The first access reads about 32 MiB of the model's file.
         """
         return self._runtime.fingerprint()
 
     def count_tokens(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
     ) -> int:
-        """Return how many tokens a prompt has, rendered by the chat template where it is a chat. Computes nothing.
+        """Return how many tokens a prompt has, rendered by the chat template if it is a chat. Computes nothing.
 
         Raises:
             ConfigError: a malformed prompt.
@@ -420,20 +420,20 @@ class Engine:
                 waiting ones end with `DeadlineError`, and no more prompts are read.
             progress: show the batch's progress on stderr: a live line on a terminal, else a line now and then; or a
                 `View` that shows it.
-            ask_again: where a worker process dies, ask an item again that it computed, instead of ending it with a
-                `WorkerDiedError`, unless a reader has a chunk of it. An item of which one worker after the other dies
-                ends with that error. Without worker processes there is nothing to ask again.
-            streamed: deliver chunks from the first step on; without, from when a reader asks for them.
+            ask_again: if a worker process dies, compute its items again in another one, except items of which a reader
+                has a chunk. Those end with a `WorkerDiedError`, and so does an item that kills one worker after the
+                other. No effect without worker processes.
+            streamed: deliver chunks from the first step on; otherwise, from the moment a reader asks for them.
             dedupe: compute equal prompts with equal options once if the answer is certain to be the same: a single one,
-                greedy or with a seed. Each has its own result; a copy's comes with the end of the first, whatever that
-                is, and its id cannot be cancelled or paused. Prompts are read one by one, as a generator's; while the
-                first of equal ones is computed, 1,024 copies more are read ahead.
+                greedy or with a seed. Each prompt has its own result; a copy ends together with the first of its
+                equals and in the same way, and its id cannot be cancelled or paused. Prompts are read
+                one by one, as a generator's; while the first of equal ones is computed, 1,024 more copies are read.
 
         Raises:
-            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. Of several prompts, one
-                whose own options are wrong is no such error: it ends with it, and the others run.
+            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. If only
+                one of several prompts has wrong options of its own, that item ends with the error and the others run.
             DuplicateIdError: an id occurs twice or is in flight. Nothing was queued.
-            QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
+            QueueFullError: with `when_full="reject"`, more than `max_queue` requests would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
         """
         self._runtime.check_open()
@@ -497,7 +497,7 @@ class Engine:
         return self._answer(chat, options)
 
     def generate(self, prompt: str | BatchPrompt, **options: Any) -> OneAnswer:
-        """Return the text that follows a prompt, without the chat template; else as `chat`."""
+        """Return the text that follows a prompt, without the chat template; otherwise the same as `chat`."""
         if text_of(prompt) is None and not isinstance(prompt, BatchPrompt):
             raise ConfigError(
                 f"generate takes a text, or a BatchPrompt, not {type(prompt).__name__}: call chat() for messages"
@@ -525,12 +525,12 @@ class Engine:
     ) -> Scores[list[Score]]:
         """Return how likely the model finds each continuation of a context: `scores.results()`, or `await scores`.
 
-        A context that several continuations or pairs begin with is computed once. Nothing is sampled. With `exact=True`
-        the scores of a pair do not depend on the others, to the last bit.
+        A context that several pairs or continuations have in common is computed once. Nothing is sampled.
+        With `exact=True`, the scores of a pair do not depend on the other pairs, down to the last bit.
 
         Args:
             pairs: (context, continuations): a text, a message list or a `BatchPrompt`; and a text or a list of token
-                ids, or several of them. "" for no context. After a chat, a continuation begins the answer.
+                ids, or several of them. A context of "" means none. After a chat, a continuation begins its answer.
             options: for every request, such as `adapter`, `priority`, `timeout_s`, and what the chat template takes.
             progress: as in `run`.
 
@@ -552,10 +552,10 @@ class Engine:
         options: RunOptions | Mapping[str, Any] | None = None,
         progress: bool | View = False,
     ) -> Scores[Score]:
-        """Return how likely the model finds whole texts, of any length; else as `score`.
+        """Return how likely the model finds whole texts, of any length; otherwise the same as `score`.
 
-        A text longer than a slot's window is scored in windows that overlap by one token only. Where the
-        model has a token that begins texts (BOS, or EOS without one), it stands before the text and is not scored.
+        A text longer than a slot's window is scored in windows that overlap by one token only. If the
+        model has a token that begins texts (BOS, or else EOS), it is put before the text and not scored.
         The perplexity is `exp(−score.logprob / len(score.tokens))`.
         """
         with reading("texts"):
@@ -594,23 +594,23 @@ class Engine:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` works without a `pooling` of the caller's: a model for embeddings or for chats."""
+        """Whether `embed` works without the argument `pooling`: with a model for embeddings or for chats."""
         return self.model_facts.can_embed
 
     @property
     def can_rerank(self) -> bool:
-        """Whether `rerank` works: a reranker, or a model for chats, which judges each document."""
+        """Whether `rerank` works: with a reranker, or with a chat model, which is asked about each document."""
         return self.model_facts.can_rerank
 
     @property
     def judges(self) -> bool:
-        """Whether `rerank` asks the model about each document, by a request that needs a slot."""
+        """Whether `rerank` asks a chat model about each document, with a request that needs a slot."""
         facts = self.model_facts
         return facts.can_rerank and facts.pooling != "rank"
 
     @property
     def n_embedding(self) -> int:
-        """Numbers of a text's vector, without `dimensions`; 0 where the model has none."""
+        """Length of a text's vector without the argument `dimensions`; 0 if the model has no vectors."""
         return self.model_facts.n_embedding
 
     def embed(  # noqa: PLR0913  # each is a word of the caller's
@@ -629,23 +629,23 @@ class Engine:
     ) -> EmbedResponse:
         """Return vectors of texts, as they are computed: `engine.embed(["red", "blue"]).array()`.
 
-        Texts are read one by one, a bounded number ahead; one that is wrong or too long fails alone. Texts of equal
-        settings are computed together, equal ones once. Chats of the same engine go on meanwhile.
+        Texts are read one by one, a bounded number ahead; one that is wrong or too long fails alone. Texts with
+        equal settings are computed together, equal texts once. Chats of the same engine go on meanwhile.
 
         Args:
             texts: strings, or lists of token ids; a list, a generator, or in an event loop an async generator.
-            pooling: how a text's vector is made of its tokens': "mean", "cls", "last"; "none" for a vector of each
-                token, "rank" for the raw scores of a classifier. None: as the model's file says, or else the last token
-                of a causal model.
+            pooling: how a text's vector is made of the vectors of its tokens: "mean", "cls" (the first), "last"; "none"
+                for a vector of each token, "rank" for the raw scores of a classifier. None: as the model's file says,
+                or else "last" for a causal model.
             normalize: make the length of each vector 1.
             dimensions: keep this number of values, then normalise: for models that were trained for that (Matryoshka).
-            instruction: put before each text: to causal models as "Instruct: …\nQuery: ", to others as it is.
+            instruction: text that is put before each text: as "Instruct: …\nQuery: " for causal models, else as it is.
             truncate: leave out the "end" or the "start" of a text that is too long, which else is an error.
             ids: a name for each text, as in `BatchPrompt`.
             priority: −100 … 100, with the policy "priority": a point counts as much as `ageing_s` seconds of waiting.
             timeout_s: seconds from when a text was read; a text that is not computed by then ends with a
                 `DeadlineError`.
-            is_patient: let texts of other calls go first that come within ten minutes.
+            is_patient: let texts of other calls go first if they come within ten minutes.
 
         Raises:
             ConfigError: a wrong argument.
@@ -685,14 +685,14 @@ class Engine:
         """Return how well documents fit a query: `engine.rerank(query, documents).results()`, the best first.
 
         A reranker scores query and document by its classifier. A model for chats is asked whether the document meets
-        the query; the score is the probability of "yes" against "no". What the documents' prompts begin with is
-        computed once there.
+        the query; the score is the probability of "yes" against "no". It computes the common
+        beginning of the documents' prompts once.
 
         Args:
             query: what is searched for.
             documents: strings; a list, a generator, or in an event loop an async generator.
-            instruction: what to judge by, where the model takes one.
-            top_n: results that `results()` returns.
+            instruction: the criterion for judging, if the model takes one.
+            top_n: most results that `results()` returns.
             raw_scores: return logits instead of probabilities.
             truncate: leave out the "end" or the "start" of a document that is too long, which else is an error.
             ids, priority, timeout_s: as in `embed`.
@@ -756,11 +756,11 @@ class Engine:
         return BatchResponse(mailbox, engine=self)
 
     def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
-        """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.
+        """Continue the answer of a result that ended at `max_tokens`, by `cancel` or by a time limit.
 
-        The prompt is not computed again while its cells are in memory. The new result has the whole answer, the
-        earlier part first: the same as one run with the greater `max_tokens`. Id and options are those of the first
-        request; a seeded sequence of random numbers goes on where it was.
+        The prompt is not computed again while its cells are in memory. The new result has the whole answer,
+        including the earlier part, as if the first run had had the greater `max_tokens`. Id and options are those of
+        the first request; a seeded sequence of random numbers goes on where it was.
 
         Args:
             result: as `response.result()`, `chat` or `generate` returned it.
@@ -778,11 +778,11 @@ class Engine:
         return BatchResponse(mailbox, engine=self)
 
     def cancel(self, id: str) -> bool:
-        """Cancel one request: it ends with its partial text, or with an error where it never ran.
+        """Cancel one request: it ends with its partial text, or with an error if it never had a slot.
 
         Args:
-            id: an id from a response, chunk or result means its own request only, even if another request has an
-                equal id by now; text of your own means the request that has this id now. The same in `pause` and
+            id: an id from a response, chunk or result means only that request, even if a later request has an equal
+                id; a string of your own means the request that has this id now. The same holds for `pause` and
                 `resume`.
 
         Returns:
@@ -791,21 +791,21 @@ class Engine:
         return bool(self._runtime.orders.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
-        """Stop one request where it is; return False where it is not in flight, or paused already.
+        """Pause one request; return False if it is not in flight, or is paused already.
 
-        It keeps its slot and cells until other requests need them. Where it waits for room in the queue, others pass.
+        It keeps its slot and cells until other requests need them. If it is still in the queue, others pass it.
         """
         return self._runtime.orders.pause(_asked(id))
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
-        """Let a paused request go on; return False where it is not in flight, or not paused.
+        """Let a paused request go on; return False if it is not in flight, or not paused.
 
         Nothing is computed again while its cells are kept. A request with several choices goes on with all of them.
 
         Args:
             id: as in `cancel`.
-            n_tokens: pause it again when it has sampled this many tokens more, at least 1; without a number, as its
-                option `pause_every` has it.
+            n_tokens: pause it again after this many more sampled tokens, at least 1; None means as its option
+                `pause_every` says.
 
         Raises:
             ConfigError: `n_tokens` is not a number of tokens.
@@ -823,7 +823,7 @@ class Engine:
         return self._runtime.cancel_all()
 
     def slots(self) -> list[SlotState]:
-        """Return what each slot holds now: its request, how far that is, and its cells."""
+        """Return what each slot holds now: its request, the progress of that request, and its cells."""
         return self._runtime.slots()
 
     def stats(self) -> EngineStats:
@@ -835,7 +835,7 @@ class Engine:
         self._runtime.reset_stats()
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
-        """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends that.
+        """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends this.
 
         If `into` raises, the error is logged and `into` is called no more; requests are not affected. In the program's
         main thread, with `threaded=False`, what is no `Exception`, such as Ctrl-C, is raised by `step`.
@@ -845,21 +845,21 @@ class Engine:
         self._runtime.record_steps(into)
 
     def compare_rows(self, ids: Iterable[str] | None = None) -> list[RowComparison]:
-        """Compute the next row of requests that decode in one step together, then each alone; keep nothing of it.
+        """Compute the next token of decoding requests together in one step, then each alone; keep no result.
 
-        Answers are what they would be without. Requests with the same adapters share a step; the comparison takes as
-        long as that step, and one of a single row for each of them. Bits that differ are a finding, not an error:
-        company may change kernels without `exact=True`.
+        Answers are the same as without a comparison. Requests with the same adapters share a step; the comparison takes
+        as long as that step and a step of a single row for each of them. Different bits are a finding, not an error:
+        without `exact=True`, the number of rows may change the kernels.
 
         Args:
-            ids: ids as `cancel` takes them; of all requests for None. A request that is not in flight, waits for a slot
+            ids: ids as `cancel` takes them; None for all requests. A request that is not in flight, waits for a slot
                 or still computes its prompt is left out.
 
         Returns:
-            The comparisons in order of slots, one a choice where requests have several.
+            The comparisons in the order of slots, one for each choice of a request.
 
         Raises:
-            UnsupportedOptionError: the model's memory cannot take back a token, as memory of states.
+            UnsupportedOptionError: the model's memory cannot remove a token again, such as recurrent states.
             RequestFailedError: a pool has no free cell for each row, or computing failed; the requests go on.
             EngineClosedError: the engine is closed.
         """
@@ -870,7 +870,7 @@ class Engine:
         return self._runtime.orders.compare_rows(asked)
 
     def step(self) -> bool:
-        """Do one step in the caller's thread; False where there is nothing to do.
+        """Do one step in the caller's thread; return False if there is nothing to do.
 
         Raises:
             ConfigError: the engine has a thread that does the steps.

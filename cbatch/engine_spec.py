@@ -1,4 +1,4 @@
-"""What an engine is made of, as a value for other processes; and the one engine of a process for it."""
+"""Model and options of an engine as a value for other processes, and the engine that a process shares for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EngineSpec:
     __slots__ = ("_key", "model", "settings")
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        """Keep a model's path, made absolute, a name `hf:…` or None for the shipped model; and options by name.
+        """Keep the model (an absolute path, a name `hf:…`, or None for the shipped model) and options by name.
 
         Args:
             model: as for `cbatch.load`, but no `llama_cpp.Llama`.
@@ -64,7 +64,7 @@ class EngineSpec:
         return _restored, (self.model, self.settings)
 
     def changed(self, **settings: Any) -> EngineSpec:
-        """Return a spec with other settings besides these."""
+        """Return a copy with these settings added or changed."""
         return EngineSpec(self.model, **{**self.settings, **settings})
 
     def load(self) -> Engine:
@@ -74,8 +74,8 @@ class EngineSpec:
     def shared(self) -> SharedEngine:
         """Return a context manager, sync or async, that lends this process's one engine for the spec.
 
-        The first user loads it, others wait for that; it is closed when the last one leaves, or when the process ends.
-        An engine that has failed is not lent again: the next user loads a new one.
+        The first user loads the engine, others wait for that; it is closed when the last user leaves or the process
+        ends. An engine that has failed is not lent again: the next user loads a new one.
         """
         return SharedEngine(self)
 

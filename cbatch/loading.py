@@ -1,4 +1,4 @@
-"""Loading a model: here, or into processes of its own."""
+"""Loading a model into this process or into worker processes."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def load(
 ) -> Engine:
     """Load a GGUF model and return an engine that runs `parallel` requests at once.
 
-    Loads here and now, but not in an event loop: there `async with` loads in a worker thread, and `load_async` does.
-    An engine that is then not entered loads at its first use, and a warning says so.
+    Loads at once, except in an event loop: there `async with` loads the engine in a worker thread, as `load_async`
+    does. Without `async with`, it loads at its first use, with a warning.
 
     Args:
         model: path of a GGUF file (of a split model, the first part), a name `hf:OWNER/REPO/FILE.gguf` that
-            `huggingface_hub` downloads, or a `llama_cpp.Llama` to share the model of; without one, the small model
-            that ships inside.
+            `huggingface_hub` downloads, or a `llama_cpp.Llama`, whose model is shared; None for the small model that
+            cbatch ships with.
         options: defaults for every request.
-        threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
+        threaded: compute in a thread of its own; otherwise `Engine.step` and waiting readers do the work.
         replicas: load into this number of worker processes, which share cores, slots and memory; one that dies is
             replaced. "auto": as many as compute fastest here, or none. Default: none, the model is loaded into this
             process.
-        look_ahead: prompts that will come, with their options; windows are sized for them.
+        look_ahead: prompts that will come, with their options; slots' windows are sized for them.
         n_sharing: engines of this machine, in any process, that load now or soon: each takes its share of the memory
             that is free. The processes of `replicas` count as one.
-        settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
+        settings: fields of `cbatch.engine_options.EngineOptions` by name (they are explained there): sizes (`parallel`,
             `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
             `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
 
     Raises:
         ConfigError: a wrong setting, a schema, grammar or template that cannot be compiled, or `exact=True`
-            where it cannot hold; the message says why.
-        ModelLoadError: no such file, damaged, or not a model that generates text.
-        IncompatibleLlamaError: the installed llama-cpp-python does not fit.
+            for a model that cannot guarantee it; the message says why.
+        ModelLoadError: the file is missing or damaged, or its model neither generates nor embeds text.
+        IncompatibleLlamaError: this cbatch does not work with the installed llama-cpp-python.
     """
     engine = _unloaded(
         model,
@@ -96,7 +96,7 @@ async def load_async(
 ) -> Engine:
     """Load a model in a thread, while the event loop goes on; return the engine when it is loaded.
 
-    A task that is cancelled meanwhile stops loading and frees what was loaded. Else as `load`.
+    Cancelling the task stops loading and frees what was loaded. Otherwise the same as `load`.
     """
     made: list[Engine] = []
 
@@ -169,10 +169,10 @@ def _open_checked(
 
 
 def check_structure(options: RunOptions) -> None:
-    """Compile the schema, regex or grammar of all requests, without a model.
+    """Compile the schema, regex or grammar in the default options of all requests, without a model.
 
     Raises:
-        ConfigError: it cannot be compiled.
+        ConfigError: the schema, regex or grammar cannot be compiled.
     """
     if options.structure is not None:
         from cbatch.backend.load import early_checks  # llama_cpp is slow to import
@@ -191,7 +191,7 @@ def check_replicas(name: str, value: object) -> int | Literal["auto"]:
 
 
 def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threaded: bool) -> int:
-    """Return how many worker processes there are to be; 0 for none."""
+    """Return how many worker processes to start; 0 for none."""
     if asked is None:
         return 0
     if text_of(asked) == "auto":
@@ -206,7 +206,7 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
 
 
 def best_replicas(model: Any, options: EngineOptions) -> int:
-    """Return how many worker processes compute a model fastest here; 1 where dividing the cores does not pay."""
+    """Return how many worker processes compute a model fastest here; 1 if dividing the cores does not pay."""
     use_library(options.library)
     from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
     from cbatch.support.taken_cores import my_cores

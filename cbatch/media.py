@@ -1,4 +1,4 @@
-"""Messages with pictures and sounds: which parts these are, and the text around them."""
+"""Pictures and sounds in messages: which parts of a message they are, and the text around them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Medium:
     """A picture or a sound, not decoded yet."""
 
     data: bytes
-    """A file's bytes, or a sound's samples."""
+    """The bytes of a file, or of a sound's bare samples."""
     is_sound: bool = False
     are_samples: bool = False
     """Whether the bytes are bare samples; see `cbatch.sounds.SAMPLES`."""
@@ -32,7 +32,7 @@ def medium_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def medium_of(part: Mapping[str, Any]) -> Medium:
-    """Return what is in a part as `medium_part` makes them. Raises a PromptError where it is not base64."""
+    """Return the medium in a part that `medium_part` made. Raises a PromptError if its data is not base64."""
     if not is_sound(part):
         return Medium(picture_data(part))
     data, are_samples = sound_data(part)
@@ -42,9 +42,10 @@ def medium_of(part: Mapping[str, Any]) -> Medium:
 def marked_messages(
     messages: Sequence[Mapping[str, Any]], mark: Callable[[int, Mapping[str, Any]], str]
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """Return messages of text alone, with `mark(i, part)` in the place of picture or sound `i`; and these.
+    """Return messages of text alone, with `mark(i, part)` in place of picture or sound `i`; and the media.
 
-    Source: llama.cpp common/chat.cpp, to_json_oaicompat: texts are joined by line ends, but not beside one of these.
+    Texts are joined by line ends, but not beside a picture or sound. Source: llama.cpp common/chat.cpp,
+    to_json_oaicompat.
     """
     marked: list[dict[str, Any]] = []
     media: list[Mapping[str, Any]] = []

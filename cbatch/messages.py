@@ -36,19 +36,19 @@ Prompt: TypeAlias = "str | Sequence[Message] | BatchPrompt"
 
 @dataclass(frozen=True)
 class BatchPrompt:
-    """One request: a chat, a raw prompt, or tokens; with an id and options of its own if it wants.
+    """One request: a chat, a raw prompt, or tokens; optionally with an id and options of its own.
 
     Args:
-        messages: a chat, each message with `role` and `content`; a last one from `assistant` is continued. One from
-            `assistant` may have `tool_calls`, and then no content; one from `tool` has its answer.
+        messages: a chat, each message with `role` and `content`; if the last message is from `assistant`, it is
+            continued. A message from `assistant` may have `tool_calls` and no content; one from `tool` has the answer.
         prompt: text to complete as it stands, without the chat template.
         tokens: token ids to complete as they stand.
-        id: a name for the result, unique among the requests in flight; without one it gets a number, which no request
-            of this engine gets again.
-        options: `RunOptions` or a mapping of the same names, before those of the run and of the engine.
+        id: a name for the result, unique among the requests in flight. Default: a number that this engine never uses
+            again.
+        options: `RunOptions`, or a mapping of their names; they override those of the run and of the engine.
 
     Raises:
-        ConfigError: not exactly one of the three kinds, an empty one, or a malformed value.
+        ConfigError: not exactly one of `messages`, `prompt` and `tokens`, an empty one, or a malformed value.
     """
 
     messages: Sequence[Message] | None = None
@@ -94,7 +94,7 @@ class BatchPrompt:
                 yield from message["content"]
 
     def named(self, id: str) -> BatchPrompt:
-        """Return the prompt under an id that is known to be one; what was checked is not checked again."""
+        """Return the prompt with another id, which must be valid; nothing is checked again."""
         found = copy(self)
         object.__setattr__(found, "id", id)
         return found
@@ -109,7 +109,7 @@ class LookAhead:
         is_all: whether no other prompts will come.
 
     Raises:
-        ConfigError: not pairs of a prompt and its options.
+        ConfigError: `prompts` are not pairs of a prompt and its options.
     """
 
     prompts: Sequence[tuple[BatchPrompt, RunOptions]]
@@ -188,7 +188,7 @@ def as_prompt(item: Any) -> BatchPrompt:
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's chats. A template may know others, so only what is like one of these is a mistake."""
+"""Roles of OpenAI's chats. A template may know others, so only a misspelt one of these is refused."""
 
 _MEDIA_ROLES = ("user", "tool")
 

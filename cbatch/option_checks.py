@@ -1,4 +1,4 @@
-"""How the values of a request's options are checked, those that take more than a type and a range."""
+"""Checks of the request options that need more than a type and a range."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MAX_TEXTS = 1000
 """Most texts of `choice`: our choice."""
 
 MAX_BIASES = 4096
-"""Tokens that one request may give a bias: OpenAI takes 300, and a step must stay far below a pass over the row."""
+"""Most tokens with a bias in one request. OpenAI takes 300; applying them must cost far less than a pass over a row."""
 
 MAX_STOPS = 256
-"""Stop strings that one request may have: OpenAI takes 4."""
+"""Most stop strings of one request; OpenAI takes 4."""
 
 MAX_STOP_BYTES = 4096
-"""Bytes of all of them: each costs the engine about 100 bytes of memory while the request is in it."""
+"""Most bytes of a request's stop strings together: each takes about 100 bytes of memory in a request in flight."""
 
 MAX_BREAKERS = 64
 MAX_BREAKER_BYTES = 40
@@ -118,7 +118,7 @@ def check_stops(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_dry_breakers(name: str, value: object) -> tuple[str, ...]:
-    """Return the strings past which DRY does not look."""
+    """Return the strings at which DRY's search for repetitions stops."""
     strings = strings_of(name, value)
     if len(strings) > MAX_BREAKERS:
         raise ConfigError(f"{name} has {len(strings)} strings; at most {MAX_BREAKERS} are allowed")
@@ -160,7 +160,7 @@ def _bias(name: str, value: object) -> float:
 
 
 def check_processor(name: str, value: object) -> LogitsProcessor:
-    """Return a processor of logits."""
+    """Return a logits processor."""
     if not callable(value) or iscoroutinefunction(value):
         raise ConfigError(
             f"{name} works only in this process, and must be a Python function of (token_ids, logits), "
@@ -170,7 +170,7 @@ def check_processor(name: str, value: object) -> LogitsProcessor:
 
 
 def check_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return the different texts of which an answer is to be one."""
+    """Return the different texts among which an answer chooses."""
     found = None if text_of(value) is not None else list_of(value)
     texts = tuple(text for item in found or () if (text := text_of(item)))
     if found is None or not 0 < len(texts) == len(found) <= MAX_TEXTS:

@@ -1,6 +1,6 @@
-"""Pictures in messages, as callers give them: checked, and put in the one form that every door can carry.
+"""Pictures in messages, checked and converted to one form, which files, HTTP and workers can carry.
 
-That form is OpenAI's part `image_url` with a data URL, so a picture goes where text goes: into batch files, through
+That form is OpenAI's part `image_url` with a data URL, so a picture goes wherever text goes: into batch files, through
 HTTP, and to workers. No URL is fetched.
 """
 
@@ -34,12 +34,12 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def is_picture(part: Mapping[str, Any]) -> bool:
-    """Whether a part of a message is to be a picture."""
+    """Whether a part of a message is meant as a picture."""
     return part.get("type") in _KINDS
 
 
 def url_part(url: str) -> dict[str, Any]:
-    """Return a URL as the part of a message that OpenAI's API has for pictures."""
+    """Return a URL as the part of a message that OpenAI's API uses for pictures."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -47,13 +47,13 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a picture as a part of a message: `image_url` with a data URL.
 
     Args:
-        place: of the message, for errors.
+        place: where the message is, for errors.
         part: OpenAI's `{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}`, or in Python
             `{"type": "image", "image": …}` with a `pathlib.Path`, the bytes of a file, a PIL image, or an array of
             shape (height, width, 3) of uint8.
 
     Raises:
-        ConfigError: it is none of these, or its file cannot be read.
+        ConfigError: the part has none of these forms, or its file cannot be read.
     """
     if part.get("type") == "image":
         return url_part(_url_of(place, part.get("image")))
@@ -71,7 +71,7 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture_data(part: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a picture's file. Raises a PromptError where they are not base64."""
+    """Return the bytes of a picture's file. Raises a PromptError if its data is not base64."""
     url = str(part["image_url"]["url"])
     try:
         return base64.b64decode(url[url.index(",") + 1 :], validate=True)

@@ -14,19 +14,19 @@ from cbatch.errors import CBatchError, words_of
 from cbatch.support.checks import shown
 
 FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "timeout", "error"]
-"""`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full;
-`tool_calls`: as `stop`, and tools are called."""
+"""`stop`: end of generation, a stop string or a stop token; `length`: `max_tokens`; `window`: the slot's window is
+full; `tool_calls`: as `stop`, and the answer calls tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputChunk:
     """New output of one item; only the item's last chunk has a `finish_reason`.
 
-    `text` is what the model wrote. `content` and `reasoning` are the parts of it that the result separates: joined they
-    are the result's `text` and `reasoning`. What may become the markup of a call, and whitespace that the end may
-    strip, comes with a later chunk than its `text`. `logprobs` has one for each of `token_ids`, where they were asked
-    for: joined they are the result's. The last chunk has the result's `error`: one that is `cancelled` or `timeout`
-    with an error never ran, one without has its partial text.
+    `text` is what the model wrote; `content` and `reasoning` are parts of it: joined over all chunks, they are
+    the result's `text` and `reasoning`. Text that may become the markup of a call, and whitespace that the end may
+    strip, is in the `content` of a later chunk than in `text`. `logprobs` has one entry for each of `token_ids`, if
+    log-probabilities were asked for. The last chunk has the result's `error`. A `cancelled` or `timeout` item with an
+    error never ran; one without an error has partial text.
     """
 
     id: str
@@ -49,11 +49,11 @@ class BatchOutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: prompt, sampled (with the ending token), prompt tokens that were not computed again.
+    """Tokens of one request: of the prompt, sampled (with the ending token), and prompt tokens from a cache.
 
     `context_shifts` is how often tokens were taken out of the full window, with `n_discard`. `reasoning_tokens` are
-    the sampled ones of the thinking that the result has, its marks included. `image_tokens` are those of the prompt
-    that are rows of pictures, `audio_tokens` those that are rows of sounds.
+    the sampled tokens of the result's thinking, including its marks. `image_tokens` are the prompt's rows of pictures,
+    `audio_tokens` its rows of sounds.
     """
 
     prompt_tokens: int
@@ -67,14 +67,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of one request in seconds, rates in tokens per second; None where nothing was timed.
+    """Times of one request in seconds, rates in tokens per second; None if nothing was timed.
 
     `ttft_s` and `last_token_s` count from submission, queue time included. `prompt_tps` counts each token that was
     computed before the first one was sampled, once; tokens from a cache do not count. `generation_tps` is
     (n − 1) / (last − first token), of the tokens that this request sampled itself.
 
-    Then how many draft tokens were computed for it, and how many of them were accepted: all, those from other answers
-    of the call, and those of the draft model.
+    The other fields count draft tokens, computed and accepted: all of them (`n_draft_tokens`, `n_accepted_tokens`),
+    those from other answers of the call (`n_job_…`), and those of the draft model (`n_model_…`).
     """
 
     queue_s: float
@@ -98,7 +98,7 @@ class Timings:
 
     @property
     def output_s(self) -> float:
-        """Seconds from the first token to the last; 0 of one token or none."""
+        """Seconds from the first token to the last; 0 for one token or none."""
         if self.ttft_s is None or self.last_token_s is None:
             return 0.0
         return max(0.0, self.last_token_s - self.ttft_s)
@@ -117,20 +117,20 @@ class ToolCall:
     arguments: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as OpenAI's API has it, for a message's `tool_calls`."""
+        """Return the call in the form of OpenAI's API, for a message's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with its log-probability by the model's own logits; `top` are the likeliest at its place."""
+    """One token with its log-probability by the model's own logits; `top` has the likeliest tokens at its place."""
 
     token_id: int
     data: bytes
-    """The token's bytes of the text; a character may span several tokens."""
+    """The token's text as bytes; a character may span several tokens."""
     logprob: float
-    """NaN for a token without any before it, as the first one of an echoed prompt."""
+    """NaN for a token with none before it, such as the first token of an echoed prompt."""
     top: tuple[TokenLogprob, ...] = ()
 
     @property
@@ -154,24 +154,24 @@ class BatchResult:
     warnings: tuple[str, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    """The thinking before the answer, where the template marks it."""
+    """The thinking before the answer, if the template marks it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of `token_ids`, where they were asked for; NaN for the first token of an echoed prompt."""
+    """One for each of `token_ids`, if log-probabilities were asked for; NaN for the first token of an echoed prompt."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each token of the prompt, where they were asked for; None for the first token, and for tokens that were
-    not reached."""
+    """One for each token of the prompt, if `prompt_logprobs` was set; None for the first token, and for tokens that
+    were not computed."""
     stop_reason: str | int | None = None
     """The stop string, or the token of `stop_token_ids`, that ended the answer; None for the model's own end, and for
     every other finish reason."""
     choices: tuple[BatchResult, ...] = ()
-    """All answers where several were asked for. This result is then the first answer, or a failed one: `error` is None
-    only where no answer has an error. `usage` counts the tokens of all answers."""
+    """All answers, if several were asked for. This result is then the first answer, or a failed one: `error` is None
+    only if no answer has an error. `usage` counts the tokens of all answers."""
     choice_probs: Mapping[str, float] | None = field(default=None, hash=False)
-    """The probability of each text of `choice`, 1 in all, where they were asked for."""
+    """The probability of each text of `choice`, 1 in total, if `choice_probs` was set."""
     embedding: bytes | None = field(default=None, repr=False)
-    """Of a text that was embedded: its float32 numbers, the lowest byte first; see `Engine.embed`."""
+    """The vector of an embedded text: float32 numbers, the lowest byte first; see `Engine.embed`."""
     i_item: int = field(default=0, compare=False)
-    """The place of the item in its batch, from 0, in input order; the choices of an item have the same."""
+    """The place of the item in its batch, from 0, in input order; the choices of an item have the same place."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` continues from."""
 
@@ -212,13 +212,13 @@ class Score:
     """How likely the model finds a text after its context; see `Engine.score`."""
 
     tokens: tuple[TokenLogprob, ...] = ()
-    """The text's tokens, each with its natural log-probability after all before it, and in `top` the likeliest one."""
+    """The text's tokens, each with its natural log-probability after all before it; `top` has the likeliest one."""
     error: CBatchError | None = None
-    """Why there is no score; then there are no tokens."""
+    """Why there is no score; `tokens` is empty then."""
 
     @property
     def logprob(self) -> float:
-        """The text's natural log-probability: the sum of its tokens'; NaN without them."""
+        """The text's natural log-probability: the sum over its tokens; NaN if it has none."""
         return math.fsum(t.logprob for t in self.tokens) if self.tokens else math.nan
 
     @property

@@ -1,7 +1,7 @@
-"""Sounds in messages, as callers give them: checked, and put in the one form that every door can carry.
+"""Sounds in messages, checked and converted to one form, which files, HTTP and workers can carry.
 
-That form is OpenAI's part `input_audio` with base64, so a sound goes where text goes: into batch files, through HTTP,
-and to workers.
+That form is OpenAI's part `input_audio` with base64, so a sound goes wherever text goes: into batch files, through
+HTTP, and to workers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ NO_ENCODER = (
 
 _KINDS = ("input_audio", "audio")
 _FORMATS = ("wav", "mp3", "flac", "ogg", "opus", SAMPLES)
-"""What a part may say that it has; a file's own first bytes decide."""
+"""Formats that a part may name; the first bytes of the file decide."""
 
 
 def is_sound(part: Mapping[str, Any]) -> bool:
-    """Whether a part of a message is to be a sound."""
+    """Whether a part of a message is meant as a sound."""
     return part.get("type") in _KINDS
 
 
 def base64_part(data: str, format: str | None = None) -> dict[str, Any]:
-    """Return base64 as the part of a message that OpenAI's API has for sounds."""
+    """Return base64 as the part of a message that OpenAI's API uses for sounds."""
     said = {} if format is None else {"format": format}
     return {"type": "input_audio", "input_audio": {"data": data, **said}}
 
@@ -52,13 +52,13 @@ def sound_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sound as a part of a message: `input_audio` with base64.
 
     Args:
-        place: of the message, for errors.
+        place: where the message is, for errors.
         part: OpenAI's `{"type": "input_audio", "input_audio": {"data": "…", "format": "wav"}}`, or in Python
             `{"type": "audio", "audio": …}` with a `pathlib.Path`, the bytes of a file, or an array of shape
             (n_samples,) of float32, at the rate that the model wants.
 
     Raises:
-        ConfigError: it is none of these, or its file cannot be read.
+        ConfigError: the part has none of these forms, or its file cannot be read.
     """
     if part.get("type") == "audio":
         return _part_of(place, part.get("audio"))
@@ -79,7 +79,7 @@ def sound_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sound_data(part: Mapping[str, Any]) -> tuple[bytes, bool]:
-    """Return a sound's bytes, and whether they are bare samples. Raises a PromptError where they are not base64."""
+    """Return a sound's bytes, and whether they are bare samples. Raises a PromptError if its data is not base64."""
     given = part["input_audio"]
     try:
         data = base64.b64decode(str(given["data"]), validate=True)

@@ -18,7 +18,7 @@ class Percentiles:
 
     n: int = 0
     n_by_bucket: dict[int, int] = field(default_factory=dict)
-    """Times of 2^(i/16) … 2^((i + 1)/16) seconds, by i."""
+    """How many times were 2^(i/16) … 2^((i + 1)/16) seconds, by i."""
 
     def __repr__(self) -> str:
         percents = [f"p{p} {self.at(p):.3g} s" for p in (50, 90, 99) if self.n]
@@ -31,7 +31,7 @@ class Percentiles:
         self.n += n
 
     def at(self, percent: float) -> float | None:
-        """Return the time that `percent` of all times do not exceed, in seconds; None where nothing was counted.
+        """Return the time that `percent` of all times do not exceed, in seconds; None if nothing was counted.
 
         Raises:
             ConfigError: `percent` is not 0 … 100.
@@ -55,7 +55,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, counts: Iterable[Sequence[int]]) -> Percentiles:
-        """Return the same counts as those of which `counts` told, or of several together."""
+        """Return an object with these (bucket, n), as `counts` returns them; those of several objects are summed."""
         made = cls()
         for bucket, n in counts:
             made.n_by_bucket[bucket] = made.n_by_bucket.get(bucket, 0) + n
@@ -82,11 +82,11 @@ _SHORTEST_S = 1e-7
 
 @dataclass(eq=False, slots=True)
 class EngineStats:
-    """Work done since the engine was loaded or `reset_stats`; a snapshot where `Engine.stats()` returns it.
+    """Work done since the engine was loaded or `reset_stats`; `Engine.stats()` returns a snapshot.
 
     A *decode token* is a token of the output that is computed in a row of its own; every other computed token is a
-    *prompt token*, output in chunks that are computed again after a preemption included. Seconds of steps are decoding
-    and sampling; `plan_s`, `run_s`, `apply_s` are of the owner thread.
+    *prompt token*, including output that is computed again in chunks after a preemption. Seconds of steps are those of
+    decoding and sampling; `plan_s`, `run_s` and `apply_s` are measured in the thread that owns the backend.
     """
 
     n_submitted: int = 0
@@ -98,18 +98,18 @@ class EngineStats:
     """Sequences in each step times its tokens, summed."""
     n_active_max: int = 0
     n_prompt_tokens: int = 0
-    """Computed tokens of requests' prompts, without output that was computed again."""
+    """Computed tokens of prompts alone, without output that was computed again."""
     n_cached_tokens: int = 0
-    """Prompt tokens whose cells were taken over, of the requests that ended."""
+    """Prompt tokens of ended requests that were reused from a cache."""
     n_output_tokens: int = 0
     n_recomputed_tokens: int = 0
     """Tokens that were computed again after their cells were lost."""
     n_pad_rows: int = 0
-    """Rows of no sequence that were computed besides, with `exact` or where steps are faster with them; no tokens."""
+    """Pad rows: computed for no sequence, with `exact` or if they make a step faster; they count as no tokens."""
     n_draft_tokens: int = 0
     """Tokens that were drafted and computed: see `speculate` of `ScheduleOptions`."""
     n_accepted_tokens: int = 0
-    """Those of them that were sampled too."""
+    """Draft tokens that were sampled too, and so are part of an answer."""
     n_job_draft_tokens: int = 0
     """Draft tokens that came from other answers of the same call."""
     n_job_accepted_tokens: int = 0
@@ -117,38 +117,39 @@ class EngineStats:
     """Draft tokens that came from the draft model."""
     n_model_accepted_tokens: int = 0
     n_texts: int = 0
-    """Texts that were embedded or scored, equal ones too."""
+    """Texts that were embedded or scored; each of equal texts counts."""
     n_text_tokens: int = 0
-    """Their tokens; those of equal texts once."""
+    """Tokens of these texts; equal texts count once."""
     embed_s: float = 0.0
-    """Seconds of computing them."""
+    """Seconds of computing these texts."""
     n_preempted: int = 0
-    """Preemptions for want of cells in a shared pool, of the requests that ended."""
+    """Preemptions of ended requests, because a shared pool had no free cell."""
     n_waiting: int = 0
     n_running: int = 0
     n_paused: int = 0
     """Paused sequences that still have a slot."""
     n_held: int = 0
-    """Sequences without a slot and outside the queue: paused, or waiting for something else."""
+    """Sequences without a slot and outside the queue: paused, or waiting for something other than a slot."""
     n_cells: int = 0
-    """Cells that hold something now, prefixes that are kept included."""
+    """Cells in use now, including those of retained prefixes."""
     n_pool: int = 0
     """Cells that all slots together can hold."""
     n_checkpoints: int = 0
     n_checkpoint_bytes: int = 0
-    """Host memory that checkpoints take now."""
+    """Bytes of host memory that checkpoints take now."""
     n_threads: int = 0
-    """Threads of the last step: fewer than all where that is faster."""
+    """Threads of the last step: fewer than all if that is faster."""
     cost_rows_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step that only decodes, by the number of its rows: of the last steps of each width."""
+    """Seconds of a step that only decodes, by its number of rows: the median of the last such steps."""
     cost_prompt_s: float = 0.0
-    """Seconds more of a step with prompts, however many tokens they have."""
+    """Seconds that a step takes longer if it has prompt tokens, however many."""
     cost_token_s: float = 0.0
-    """Seconds more for each of their tokens."""
+    """Seconds for each prompt token, besides `cost_prompt_s`."""
     cost_cell_s: float = 0.0
-    """Seconds more for each of their tokens and each cell before it."""
+    """Seconds for each prompt token and each cell before it, besides `cost_token_s`."""
     cost_budget_tokens: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens of one newcomer that join decoding rows, by their number, where all output is read as it comes."""
+    """Prompt tokens of one new request that a step takes beside decoding rows, by the number of rows, if all output is
+    streamed."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -159,7 +160,7 @@ class EngineStats:
     n_step_decode_tokens: int = 0
     """Decode tokens of all steps."""
     decode_share_s: float = 0.0
-    """Time of all steps, each split by its tokens: the decode tokens' part."""
+    """Decode tokens' part of the time of all steps, each of which is split by its tokens."""
     prefill_share_s: float = 0.0
     n_pure_tokens: int = 0
     """Prompt tokens of the steps without a decode token."""
@@ -167,11 +168,11 @@ class EngineStats:
     any_decode_s: float = 0.0
     """Time of the steps with a decode token."""
     queue_s: Percentiles = field(default_factory=Percentiles)
-    """Submission to admission, of the requests that ended."""
+    """Times from submission to admission, of ended requests."""
     ttft_s: Percentiles = field(default_factory=Percentiles)
-    """Submission to the first token, of the requests that ended with one."""
+    """Times from submission to the first token, of ended requests that have one."""
     itl_s: Percentiles = field(default_factory=Percentiles)
-    """Gaps between the tokens of one sequence; several steps of one run count with their mean."""
+    """Gaps between the tokens of one sequence; the steps of one run count with their mean time."""
 
     def __repr__(self) -> str:
         ended = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.n_finished.items()))
@@ -184,7 +185,7 @@ class EngineStats:
         )
 
     def generation_tps(self, *, split: Split = "whole") -> float:
-        """Return decode tokens per second of decoding; 0 where nothing was decoded.
+        """Return decode tokens per second of decoding; 0 if nothing was decoded.
 
         Args:
             split: how the time of a step with prompt and decode tokens is counted. "whole": as decoding, and its prompt
@@ -195,7 +196,11 @@ class EngineStats:
         return self.n_step_decode_tokens / seconds if seconds else 0.0
 
     def prompt_tps(self, *, split: Split = "whole") -> float:
-        """Return prompt tokens per second of prefill: of steps without a decode token, or by share; 0 without any."""
+        """Return prompt tokens per second of prefill; 0 if there was none.
+
+        Args:
+            split: "whole": of steps without a decode token; "proportional": of all steps, with their share of the time.
+        """
         _check_split(split)
         if split == "whole":
             return self.n_pure_tokens / self.pure_prefill_s if self.pure_prefill_s else 0.0
@@ -203,7 +208,7 @@ class EngineStats:
         return n_tokens / self.prefill_share_s if self.prefill_share_s else 0.0
 
     def avg_concurrent_seq(self, *, by: Literal["step", "token"] = "step") -> float:
-        """Return how many sequences a step had: the mean of all steps, or of all tokens; 0 without any step."""
+        """Return how many sequences a step had: the mean over all steps, or over all tokens; 0 before any step."""
         if by not in ("step", "token"):
             raise ConfigError(f"by must be step or token, not {by!r}")
         if by == "step":

@@ -33,11 +33,11 @@ _OPENS = OPENS | {"not"}
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "required"}
-"""Choices without a name, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
+"""Tool choices that name no function, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
 _MODES = ("auto", "required")
 """Modes of a choice of type "allowed_tools". Source: OpenAI's API reference, chat completions, `tool_choice`."""
 MAX_TOOLS = 1024
-"""Functions that one request may offer: OpenAI takes 128, and some work is done for each pair of them."""
+"""Most functions that one request may offer. OpenAI takes 128; some work is done for each pair of functions."""
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -56,7 +56,7 @@ class Tools(tuple[Tool, ...]):
         return tuple(self.functions)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
-        """Return the JSON schema of a function's arguments; empty where the definition has none."""
+        """Return the JSON schema of a function's arguments; empty if the definition has none."""
         return self.functions.get(name, {}).get("parameters") or {}
 
 
@@ -158,7 +158,7 @@ class Choice(NamedTuple):
     """What a checked tool choice asks for."""
 
     mode: str
-    """`none`, `auto`, or `required` for an answer that must call."""
+    """`none`, `auto`, or `required` for an answer that must call a function."""
     names: tuple[str, ...] | None = None
     """The only functions that may be called; None for all."""
     is_one: bool = False
@@ -176,15 +176,15 @@ def read_choice(choice: ToolChoice | None) -> Choice:
 
 
 def template_choice(choice: ToolChoice | None) -> ToolChoice:
-    """Return a choice as chat templates know it: that of allowed tools, which alone are offered, is its mode."""
+    """Return a choice as chat templates know it; for "allowed_tools", which alone are offered, this is the mode."""
     asked = read_choice(choice)
     return choice if asked.is_one and choice is not None else asked.mode
 
 
 def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
-    """Return a message's `tool_calls`, which are plain values, with arguments as mappings; empty where there are none.
+    """Return a message's `tool_calls`, which are plain values, with arguments as mappings; empty if there are none.
 
-    Errors call the message by its place. Arguments may be JSON text, as OpenAI has them, or mappings.
+    Errors name the message by its place. Arguments may be JSON text, as in OpenAI's API, or mappings.
     """
     if not value:
         return []
@@ -273,7 +273,7 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
 
 
 def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
-    """Return those of the offered tools of which the answer has to call one; none where calls are optional."""
+    """Return the offered tools of which the answer must call one; none if calls are optional."""
     asked = read_choice(choice)
     return _listed(tools, asked.names) if asked.mode == "required" else Tools()
 
@@ -290,7 +290,7 @@ def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]
     """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`.
 
     Raises:
-        ConfigError: `parameters`, which are those of the function `name`, are not the schema of an object.
+        ConfigError: `parameters`, the schema of the function `name`, is not the schema of an object.
     """
     _check_parameters(f"tools ({name}): parameters", parameters)
     schema = {**parameters, "type": "object"}
@@ -323,7 +323,7 @@ def _check_parameters(place: str, schema: Mapping[str, Any]) -> None:
 def call_id(owner: str, number: int, i_call: int) -> str:
     """Return the id of an answer's call: nine letters and digits, the only length that Mistral's templates accept.
 
-    The mark of the engine and the number of the sequence in it make the id unique.
+    It is a hash of the engine's mark, the sequence's number in the engine and the call's place in the answer.
     """
     digest = hashlib.blake2b(f"{owner}/{number}/{i_call}".encode(), digest_size=9).digest()
     return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in digest)

@@ -1,4 +1,4 @@
-"""The response of a batch in flight: gives out chunks as they come, and results."""
+"""The response of a batch in flight: its chunks as they come, and its results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reader(Generic[T]):
         take: Callable[[], T | None],
         end: Callable[[], None],
     ) -> None:
-        """Make one; `take` returns None after the last; `end` is called then, or when the reader is left."""
+        """Read by `take`, which returns None after the last one; `end` is called then, or when the reader is left."""
         self._mailbox, self._has_next, self._take, self._end = mailbox, has_next, take, end
         self._has_ended = False
 
@@ -73,7 +73,7 @@ class Reader(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Leave. Twice is harmless, and so is leaving after the end."""
+        """Leave: cancel the items that have not ended. No effect after the end or a second time."""
         if not self._has_ended:
             self._mailbox.leave()
             self._finish()
@@ -154,7 +154,7 @@ class BatchResponse:
             return_errors: return failed items in place instead of raising.
 
         Raises:
-            BatchError: an item failed, or reading the prompts did; all results are attached.
+            BatchError: an item failed, or the prompts could not be read to the end; all results are attached.
             TimeoutError: not every item ended in time.
         """
         returns_errors = check_flag("return_errors", return_errors)
@@ -165,7 +165,7 @@ class BatchResponse:
 
         Raises:
             ConfigError: the batch has more than one item.
-            TimeoutError: it did not end in time.
+            TimeoutError: the item did not end in time.
         """
         results = self._wait(timeout, n_most=1)
         n_items = len(self._mailbox.ids)
@@ -266,9 +266,9 @@ _FIELDS = frozenset(f.name for f in fields(BatchResult))
 
 
 class OneAnswer:
-    """The answer of `Engine.chat` or `generate`: it has the fields of its `BatchResult`, such as `text`.
+    """The answer of `Engine.chat` or `generate`, with the fields of its `BatchResult`, such as `text`.
 
-    In an event loop, `await` it first: this returns the `BatchResult`, or raises the request's error.
+    In an event loop, `await` it first, which returns the `BatchResult` or raises the request's error.
     """
 
     def __init__(self, response: BatchResponse) -> None:
@@ -284,7 +284,7 @@ class OneAnswer:
         """The whole result.
 
         Raises:
-            ConfigError: it has not been awaited.
+            ConfigError: in an event loop, the answer was not awaited.
         """
         if self._result is None:
             raise ConfigError("the answer has not come yet: await it first")

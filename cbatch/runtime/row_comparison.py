@@ -1,4 +1,4 @@
-"""The next row of sequences that decode, computed in one shared step and alone; nothing of it is kept."""
+"""Compares the next row of decoding sequences, computed in one shared step and alone; no result is kept."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 class RowComparison:
     """What the model says after a sequence's last token, in a step with other sequences and alone.
 
-    A token is the likeliest by the model's own logits, before any option changes them; −1 stands for it where
-    the logits hold a NaN.
+    The tokens are the likeliest by the model's own logits, before any option changes them; −1 if the logits have a
+    NaN.
     """
 
     id: str
-    """Its request's; of several choices `a[0]`, `a[1]`, …"""
+    """The request's id; `a[0]`, `a[1]`, … for the choices of request `a`."""
     slot: int
     position: int
-    """Of the token that was computed."""
+    """Position of the token that was computed."""
     n_rows: int
-    """Sequences in the shared step, this one included."""
+    """Number of sequences in the shared step, including this one."""
     shared_token: int
     shared_logprob: float
     single_token: int
@@ -53,7 +53,7 @@ class RowComparison:
 
 
 def check_comparable(memory: KvCapabilities) -> None:
-    """Raise an `UnsupportedOptionError` where what is computed cannot be taken back."""
+    """Raise an `UnsupportedOptionError` if computed tokens cannot be removed again."""
     if not memory.can_trim:
         reason = f"this model's memory ({memory.kind}) cannot take back a token that was computed"
         raise UnsupportedOptionError("compare_rows", reason=reason)

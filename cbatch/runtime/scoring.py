@@ -1,4 +1,4 @@
-"""How likely a model finds given texts: each is the end of a prompt, of which that end alone is scored."""
+"""How likely a model finds texts: each text is the end of a prompt, and only this end is scored."""
 
 from __future__ import annotations
 
@@ -209,9 +209,9 @@ class _ScoreBook:
 
 
 class Scores(Generic[T]):
-    """Scores in the making: call `results()`, or `await` it, for one entry an item, in their order.
+    """Scores that are being computed: call `results()`, or `await` this object, for one entry per item, in order.
 
-    Leaving before the end, or dropping this object, cancels what has not ended.
+    Leaving before the end, or dropping this object, cancels the requests that have not ended.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Scores(Generic[T]):
         """Wait for all scores.
 
         Args:
-            return_errors: leave scores with an `error` in their places instead of raising.
+            return_errors: return failed scores, which have an `error`, in their places instead of raising.
 
         Raises:
             CBatchError: the first error of a score.

@@ -1,4 +1,4 @@
-"""What an engine tells of its work: a run and where its time went (`record_steps`), what a slot holds (`slots`)."""
+"""Reports of an engine: one run and where its time went (`record_steps`), and what a slot holds (`slots`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StepRow:
 
     slot: int
     id: str
-    """Its request's; of several choices `a[0]`, `a[1]`, …"""
+    """The request's id; `a[0]`, `a[1]`, … for the choices of request `a`."""
     n_tokens: int
-    """Tokens of its span, in the first step."""
+    """Number of tokens of its span in the first step."""
     n_prefill: int
-    """Of these, prompt tokens and tokens that were computed before: more than 0 in prefill, 0 in decode."""
+    """How many of these are prompt tokens or are computed again: more than 0 in prefill, 0 in decode."""
     n_sampled: int
-    """New tokens of the output, of all steps."""
+    """New output tokens of all steps together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class StepRecord:
     """
 
     start_s: float
-    """Of the engine's clock."""
+    """When its first phase began, by the engine's clock."""
     n_rows: int
     n_steps: int
     n_tokens: int
-    """Of the first step; each further one has a token a row."""
+    """Tokens of the first step; each further step has one token for each row."""
     n_waiting: int
     code: int
     admit_s: float
@@ -59,9 +59,9 @@ class StepRecord:
     first_s: float = 0.0
     """The first step's part of `decode_s` and `sample_s`."""
     n_pad_rows: int = 0
-    """Rows of no sequence that gave its steps their shape, with `exact`; of all steps."""
+    """Pad rows of all steps, which belong to no sequence and only give a step its shape; see `exact`."""
     n_cells: int = 0
-    """Cells in use before the run, prefixes that are kept included."""
+    """Cells in use before the run, including those of retained prefixes."""
 
     @property
     def first_ran_s(self) -> float:
@@ -134,17 +134,17 @@ class SlotState:
     status: str
     """`free`, `running` or `paused`. A running sequence is in prefill while `n_computed` is less than `n_prompt`."""
     n_cells: int
-    """Of its sequence; in a free slot of prefixes that are kept."""
+    """Cells of its sequence, or in a free slot, of retained prefixes."""
     id: str | None = None
-    """The sequence's request; of several choices `a[0]`, `a[1]`, …"""
+    """The request's id; `a[0]`, `a[1]`, … for the choices of request `a`; None if the slot is free."""
     n_prompt: int = 0
     n_computed: int = 0
     """Tokens of prompt and output that have cells."""
     n_output: int = 0
     n_cached: int = 0
-    """Tokens of the prompt whose cells were taken over."""
+    """Prompt tokens that were reused from a cache."""
     n_left: int = 0
-    """Tokens of output that it may still sample."""
+    """Output tokens that the sequence may still sample."""
 
 
 def slot_states(residents: Sequence[tuple[SequenceDriver | None, int]]) -> list[SlotState]:
