@@ -140,7 +140,7 @@ _MODULES = {
     "runtime.text_responses": ("EmbedResponse", "RerankResponse"),
     "stats": ("EngineStats",),
 }
-"""The modules of the public names that are not errors; imported at first use: a command handles signals before that."""
+"""The modules of the public names except errors; imported at first use, so that a command can handle signals first."""
 
 if not TYPE_CHECKING:  # so that types are checked by the imports above
 

@@ -1,4 +1,4 @@
-"""The program: `cbatch` and `python -m cbatch`. It handles signals before it imports what takes long."""
+"""The program: `cbatch` and `python -m cbatch`. It handles signals before the slow imports."""
 
 from __future__ import annotations
 

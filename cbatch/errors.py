@@ -31,14 +31,14 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
 
 
 def names_like(name: str, known: Iterable[str], n: int, cutoff: float) -> list[str]:
-    """Return the `n` known names that are most like a wrong one; names of twice their length are like none."""
+    """Return up to `n` known names that are most similar to `name`; none if it is more than twice as long as all."""
     names = [*dict.fromkeys(known)]
     is_long = len(name) > 2 * max(map(len, names), default=0)
     return [] if is_long else get_close_matches(name.lower(), names, n, cutoff)
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return the names that a wrong one is like, as a question; empty if there is none."""
+    """Return the question whether a similar known name was meant; empty if there is none."""
     found = names_like(name, known, 2, 0.75)
     return f"did you mean {' or '.join(found)}?" if found else ""
 
@@ -74,7 +74,7 @@ ELSEWHERE = {
     "num_gpu": "n_gpu_layers",
     "lora_path": "adapters",
 }
-"""Names of other programs, and what the same thing is called here."""
+"""Option names of other programs, and the names of the same options here."""
 
 _NO_OPTIONS = {
     "stream": "no option is needed: read the chunks of a response as they come",
@@ -82,7 +82,7 @@ _NO_OPTIONS = {
     "system_prompt": 'give a first message {"role": "system", "content": …}',
     "options": "give each option by its name, such as max_tokens=64",
 }
-"""What requests of other programs have as options, and what to do here."""
+"""Options of other programs that cbatch does not have, and what to do instead."""
 
 
 def words_of(error: BaseException) -> str:
@@ -296,7 +296,7 @@ class WorkerDiedError(RequestError):
 
 
 class NoThreadError(RequestError, RuntimeError):
-    """The system has no more threads; what was asked for can be asked for again."""
+    """The system has no more threads; the call can be repeated later."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -30,7 +30,7 @@ _log = Log("cbatch")
 
 _SEPARATOR = " · "
 _LEAST_BAR, _MOST_BAR, _BAR_STEP = 8, 20, 4
-"""Columns of a bar; its width changes in steps, so that it does not flicker with the digits after it."""
+"""Widths of the bar in columns: few, so that the bar does not flicker when the digits after it change."""
 
 _LEAST_FIRST = ("queue", "cached", "in", "slots", "bar", "out", "left")
 """Parts that a narrow line leaves out, in this order; the number of items is always there."""
@@ -48,7 +48,7 @@ ENDINGS: Mapping[Ending, str] = MappingProxyType(
         "now": "interrupted",
     }
 )
-"""What users read of each ending where items are left."""
+"""Words for users, by ending, if items are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class BatchSnapshot:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the rest takes at this rate; None before the first result, and while the total is unknown."""
+        """Seconds that the remaining items take at this rate; None before the first result or without a known total."""
         counts = self.counts
         n_total, n_new = counts.n_to_do, counts.n_done - counts.n_before
         if n_new < 1 or n_total is None:
@@ -246,7 +246,7 @@ class SilentView:
 def choose_view(
     summary: Summary, *, is_quiet: bool = False, has_free_terminal: bool = True
 ) -> View:
-    """Return the view for this place: none, a live line on a terminal of its own, or plain lines."""
+    """Return the view that suits stderr: none, a live line on a terminal, or plain lines."""
     if is_quiet:
         return SilentView()
     from rich.console import Console  # slow to import

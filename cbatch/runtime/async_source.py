@@ -1,4 +1,4 @@
-"""Prompts of an async generator, as an iterator for the thread that reads prompts."""
+"""An async generator of prompts as a normal iterator, for the thread that reads prompts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AsyncSource:
         return self
 
     def __next__(self) -> object:
-        """Return the next item. Waits; not for the event loop's thread."""
+        """Wait for the next item and return it. Not to be called in the event loop's thread."""
         self._do_soon(lambda: self._wanted.set())
         found = self._found.get()
         if found.error is None:
@@ -48,7 +48,7 @@ class AsyncSource:
         raise found.error
 
     def leave(self) -> None:
-        """End the reading, also of an item that is awaited. From any thread; twice is harmless."""
+        """End the reading, even while an item is awaited. From any thread; no effect a second time."""
         self._do_soon(self._scope.cancel)
 
     def _do_soon(self, do: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cells between slots and files: read for sequences that begin with them, written for sequences that have ended."""
+"""Moves cells between slots and files: reads them for sequences that start with them, writes those of ended ones."""
 
 from __future__ import annotations
 

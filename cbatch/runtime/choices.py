@@ -1,4 +1,4 @@
-"""Several sequences for one request, and one result: its answers, or the texts that an answer is chosen of."""
+"""Requests with several sequences and one result: one sequence for each answer, or for each text of `choice`."""
 
 from __future__ import annotations
 

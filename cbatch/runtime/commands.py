@@ -1,4 +1,4 @@
-"""What threads hand to the owner of the backend: commands and timers; and turns where no thread is the owner."""
+"""Commands and timers for the thread that owns the backend; if no thread does, the callers take turns as owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods of an engine that other processes may call, declared where their interface is; see `crosses`."""
+"""Declares which methods of an engine other processes may call; see `crosses`."""
 
 from __future__ import annotations
 

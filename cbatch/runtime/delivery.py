@@ -1,4 +1,4 @@
-"""After a step: new output goes to the targets of batches, and requests that ended to the log."""
+"""Delivers new output to the targets of batches after a step, and logs the requests that ended."""
 
 from __future__ import annotations
 

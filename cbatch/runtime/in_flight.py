@@ -1,4 +1,4 @@
-"""Requests in flight: where the output of each goes, how they enter the queue, and orders by their ids."""
+"""Requests in flight: where the output of each goes, how it enters the queue, and commands by its id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands behind an engine's face: a backend with its owner thread in this process, or workers in others."""
+"""The interface between `Engine` and what computes: a backend in this process, or worker processes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Outage:
     """A time in which nothing computes."""
 
     cause: str
-    """Why."""
+    """Why nothing computes."""
     retry_s: float | None
     """Seconds until the next start of a worker, 0 while one is being started; None if none will be started."""
     has_failed: bool = True
-    """Whether a start has failed since; if not, the first start is under way."""
+    """Whether a start of a worker has failed since the outage began; if not, the first start is under way."""
 
 
 class Target(Protocol):
@@ -51,7 +51,7 @@ class Target(Protocol):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether chunks are wanted as they come; else with the result."""
+        """Whether chunks are wanted as they come, instead of together with the result."""
 
     @property
     def wants_tokens(self) -> bool:
@@ -84,10 +84,10 @@ class Submission:
     prompts: Sequence[BatchPrompt]
     ids: Sequence[RequestId]
     names: Sequence[str]
-    """What errors call each prompt; "" for its id."""
+    """How errors name each prompt; "" for its id."""
     options: RunOptions
     ends_s: float
-    """When the batch's time is over, by `time.perf_counter`."""
+    """Deadline of the whole batch, in seconds of `time.perf_counter`."""
     target: Target
     first_place: int = 0
     """The first request's place in its batch; the others follow."""
@@ -98,19 +98,20 @@ class Submission:
     asks_again: bool = False
     """Whether requests whose worker process died are asked again."""
     is_paused: bool = False
-    """Whether they are paused from the start: nothing is computed of them before they are resumed."""
+    """Whether the requests are paused from the start: they compute nothing before they are resumed."""
     is_fed: bool = False
-    """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
+    """Whether a feed waits if the queue has no room, even with `when_full="reject"`."""
     is_checked: bool = False
     """Whether prompts are tokenized at once, however many wait, so that a prompt that cannot run ends soon."""
     is_part: bool = False
-    """Whether they are a part of the requests of one call."""
+    """Whether the requests are only some of those of one call."""
     job: int = 0
-    """The number of the call that they belong to; 0 for none."""
+    """The number of the call that the requests belong to; 0 for none."""
     texts: TextSettings | None = None
-    """How the prompts are embedded or scored, where they are texts for that."""
+    """How the prompts are embedded or scored; None if they are requests for answers."""
     is_awaited: bool = True
-    """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
+    """Whether the caller waits until other processes have accepted the prompts; otherwise a refused prompt ends with an
+    error."""
 
     @property
     def is_group(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of pictures and sounds in files: what one process has encoded, another reads."""
+"""Files with the encoded rows of pictures and sounds, so that other processes need not encode them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The owner thread, the only one that touches the backend: commands in, steps, delivery out."""
+"""The owner thread, the only one that uses the backend: it does commands and steps, and delivers output."""
 
 from __future__ import annotations
 

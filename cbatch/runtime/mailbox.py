@@ -1,4 +1,4 @@
-"""Where one batch's chunks and results wait for their reader. The owner thread puts, one reader takes."""
+"""Chunks and results of one batch that wait for their reader: the owner thread adds them, one reader takes them."""
 
 from __future__ import annotations
 

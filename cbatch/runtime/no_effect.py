@@ -1,4 +1,4 @@
-"""Options that do nothing in the given combination, which a result or the log warns of: one table each."""
+"""Warnings of options without effect: those of requests, in results, and those of loading, in the log."""
 
 from __future__ import annotations
 

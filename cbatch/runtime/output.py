@@ -1,4 +1,4 @@
-"""The output of a sequence as its reader gets it: chunks as they come, and the result."""
+"""Makes the chunks and the result of a sequence for its reader."""
 
 from __future__ import annotations
 

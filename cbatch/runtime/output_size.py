@@ -1,4 +1,4 @@
-"""About how much memory output takes."""
+"""Estimates how much memory chunks and results take."""
 
 from __future__ import annotations
 

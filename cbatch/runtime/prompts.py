@@ -1,4 +1,4 @@
-"""Prompts are tokenized ahead of their turn in other threads, so that the owner thread never waits for one."""
+"""Tokenizes prompts in advance, in other threads, so that the owner thread never waits for a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of documents: what a classifier gives, or how a model for chats judges each document."""
+"""Scores of documents, by a classifier or by a chat model that is asked about each document."""
 
 from __future__ import annotations
 

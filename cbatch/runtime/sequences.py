@@ -1,4 +1,4 @@
-"""From a prompt and its options to sequences."""
+"""Makes sequences from a prompt and its options."""
 
 from __future__ import annotations
 

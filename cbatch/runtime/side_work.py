@@ -1,4 +1,4 @@
-"""Work that the owner thread does between its steps, and amid itself does steps: vectors of texts.
+"""Work that the owner thread does besides its steps: vectors of texts. It is interrupted for steps.
 
 Two threads that compute have two teams of OpenMP's, which take cores from each other amid a step whatever their
 priorities are; on two cores a step then takes up to twice as long. So the owner thread computes both: work beside steps

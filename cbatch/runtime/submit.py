@@ -1,4 +1,4 @@
-"""From the prompts of `Engine.run` to submissions: all at once, or one by one as they are read."""
+"""Submits the prompts of `Engine.run`: all at once, or one by one as they are read."""
 
 from __future__ import annotations
 

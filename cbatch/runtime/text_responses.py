@@ -1,4 +1,4 @@
-"""The responses of `Engine.embed` and `Engine.rerank`: results as they end, and all of them together."""
+"""The responses of `Engine.embed` and `Engine.rerank`: results one by one as they end, or all together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=EmbedResult | RerankResult)
 class TextReader(Generic[R]):
     """Iterates over results in order of completion, with `for` or `async for`; each is given out once.
 
-    Leaving before the end cancels what has not ended, as a `Reader` of chunks does.
+    Leaving before the end cancels the texts that have not ended, as with `Reader`.
     """
 
     def __init__(self, results: Reader[BatchResult], made: Callable[[BatchResult], R]) -> None:
@@ -46,7 +46,7 @@ class TextReader(Generic[R]):
         return self._made(await self._results.__anext__())
 
     def close(self) -> None:
-        """Leave. Twice is harmless."""
+        """Leave: cancel the texts that have not ended. No effect a second time."""
         self._results.close()
 
     async def aclose(self) -> None:
@@ -55,9 +55,10 @@ class TextReader(Generic[R]):
 
 
 class TextResponse(ABC, Generic[R]):
-    """Results in the making. Iterate for them as they end, call `results()`, or `await` it.
+    """Results that are being computed: iterate over them as they end, call `results()`, or `await` this object.
 
-    One reader at a time. Leaving an iteration early cancels the rest, and so does dropping this object and its readers.
+    One reader at a time. Leaving an iteration early cancels the texts that have not ended, as does dropping this
+    object and its readers.
     """
 
     def __init__(self, response: BatchResponse) -> None:
@@ -104,7 +105,7 @@ class TextResponse(ABC, Generic[R]):
             return_errors: return failed texts in place instead of raising.
 
         Raises:
-            BatchError: a text failed, or reading the texts did; all results are attached, in input order.
+            BatchError: a text failed, or the texts could not be read to the end; it has all results, in input order.
         """
         return self._told(self._in_order(returns_errors=check_flag("return_errors", return_errors)))
 
@@ -146,10 +147,10 @@ class TextResponse(ABC, Generic[R]):
 
 
 class EmbedResponse(TextResponse[EmbedResult]):
-    """Embeddings in the making, which `array()` returns together. See `TextResponse`."""
+    """Embeddings that are being computed; `array()` returns all in one array. See `TextResponse`."""
 
     def __init__(self, response: BatchResponse, *, is_by_token: bool) -> None:
-        """Make one of a batch of texts; `is_by_token`: each result has a vector for each token."""
+        """Wrap the response of a batch of texts; `is_by_token`: each result has a vector for each token."""
         super().__init__(response)
         self._is_by_token = is_by_token
 
@@ -157,7 +158,7 @@ class EmbedResponse(TextResponse[EmbedResult]):
         """Wait for all texts and return (n, dimension) float32, in input order. Raises as `results`.
 
         Raises:
-            ConfigError: there is a vector for each token, so that texts have several.
+            ConfigError: each text has several vectors, because of `pooling="none"`.
         """
         import numpy as np  # slow to import
 
@@ -171,9 +172,9 @@ class EmbedResponse(TextResponse[EmbedResult]):
 
 
 class RerankResponse(TextResponse[RerankResult]):
-    """Scores of documents in the making. See `TextResponse`, but `results()` has the best first, errors last.
+    """Scores of documents that are being computed. See `TextResponse`; but `results()` has the best first, errors last.
 
-    Only the `top_n` best, where that was given; `scores()` has all in input order.
+    With `top_n`, `results()` has only that many of the best; `scores()` has all scores in input order.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class RerankResponse(TextResponse[RerankResult]):
         score: Callable[[BatchResult], float],
         top_n: int | None = None,
     ) -> None:
-        """Make one of a batch of documents; `score` reads a document's score of a result without an error."""
+        """Wrap the response of a batch of documents; `score` reads the score from a result without an error."""
         super().__init__(response)
         self._score, self._top_n = score, top_n
 

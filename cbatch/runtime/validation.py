@@ -1,4 +1,4 @@
-"""Checks of requests before they are queued: options, chats, results to extend."""
+"""Checks that precede queueing: of options, of chats, and of results to extend."""
 
 from __future__ import annotations
 

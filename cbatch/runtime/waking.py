@@ -1,4 +1,4 @@
-"""Waiting and waking: readers in threads and in event loops, asyncio or trio, and work that a task waits for."""
+"""Wakes waiting readers, in threads and in event loops (asyncio or trio), and lets tasks wait for work in threads."""
 
 from __future__ import annotations
 
