@@ -94,7 +94,7 @@ class Occupancy:
 
 
 class MultiRequestBatcher:
-    """The requests in flight, and the only part that changes the state of slots and cells.
+    """Holds the requests in flight; the only class that changes the state of slots and cells.
 
     Commands change the state at once: `submit`, `cancel`, `pause`, `resume`, `go_on` for sequences that have what they
     waited for, and `begin_step` for deadlines. A plan is made for this state and changes nothing; the backend executes
@@ -301,7 +301,7 @@ class MultiRequestBatcher:
             if lack is not None:
                 self._note_wait(driver, lack)
             elif driver.status is not Status.WAITING:
-                continue  # it is paused
+                continue  # a paused one is queued by `resume`
             elif reason in (Wait.LEADER, Wait.CACHE):
                 self.queue.put_back(driver)
             else:

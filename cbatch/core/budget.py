@@ -323,7 +323,7 @@ class StepCosts:
         slopes = _slopes(mixed, _TOKENS) + _slopes(alone, _TOKENS)
         self._left_s = {}
         token_s = median(slopes) if slopes else 0.0
-        if token_s <= 0:  # unknown, or noise
+        if token_s <= 0:  # no slope is known, or only noise
             each_s = [
                 [self._beyond_s(s) / s.n_prompt for s in steps] for steps in (mixed, alone) if steps
             ]
@@ -398,7 +398,7 @@ class PromptBudget:
     ) -> tuple[int | None, int | None]:
         """Return the most prompt tokens of a step, and how many are enough; None for no limit.
 
-        If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
+        If readers wait for first tokens, a step that has enough tokens only takes further prompts whole.
 
         Args:
             prefills: sequences with more than one pending token, in order.

@@ -129,7 +129,7 @@ class SlotCells:
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        # the ledger has dropped shifted cells already, the backend has not: it trims to the cells before them
+        # the ledger has dropped shifted cells already, the backend has not: trim its slot to the cells before them
         has_shift = self.shifts.pop(slot, None) is not None
         if has_shift or n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)

@@ -40,7 +40,7 @@ class Status(Enum):
     """Without a slot: in the queue, or held outside it."""
     RUNNING = "running"
     PAUSED = "paused"
-    """Stopped. It keeps its slot and cells until another sequence needs them."""
+    """Computes nothing until resumed. It keeps its slot and cells until another sequence needs them."""
     STORING = "storing"
     """Ended and without a slot; its cells are being written to disk."""
     FINISHED = "finished"
@@ -91,7 +91,7 @@ class Wait(Enum):
 
     __hash__ = (
         object.__hash__
-    )  # every step looks up waits, and `Enum` has a method in Python for it
+    )  # every step hashes waits, and `Enum.__hash__` is a slow method in Python
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +128,7 @@ class SequenceDriver:
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     leader: tuple[SequenceDriver, int] | None = None
-    """The sequence whose prefix it waits for, and how many cells of it."""
+    """The sequence that computes the prefix it waits for, and the number of cells of that prefix."""
     number: int = 0
     """Its place in the order of submission, used once. An older sequence has a lower number."""
     slot: Slot | None = None
@@ -237,7 +237,7 @@ class SequenceDriver:
     def n_room(self) -> int:
         """Tokens that may still be sampled before the sequence pauses or its window moves."""
         n_due, n_free = self.n_due - len(self.output), self.n_window + 1 - len(self.tokens)
-        return n_due if n_due < n_free else n_free  # asked for each row of each step
+        return n_due if n_due < n_free else n_free  # faster than min(), for each row of each step
 
     @property
     def n_turn(self) -> int:

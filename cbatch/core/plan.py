@@ -240,9 +240,9 @@ class KvCapabilities:
     can_draft: bool = False
     """Whether steps may have draft tokens; see `StepPlan.n_drafts`. Implies `can_trim`."""
     can_save: bool = False
-    """Whether a sequence's cells can be copied to host memory and into another slot."""
+    """Whether a sequence's cells can be copied to host memory, and from there into any slot."""
     can_check: bool = True
-    """Whether foreign cells can be validated before they are loaded; otherwise no cells are kept on disk."""
+    """Whether cells from a file can be checked before they are loaded; if not, no cells are kept on disk."""
     can_copy: bool = False
     """Whether the first cells of one slot can be copied to another. Implies `can_trim`."""
     can_shift: bool = False

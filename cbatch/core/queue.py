@@ -133,7 +133,7 @@ class AdmissionQueue:
                 line.appendleft(entries[0])
 
     def put_back(self, driver: SequenceDriver) -> None:
-        """Insert a returning sequence, which lost its slot or was held; after a quantum, use `add`."""
+        """Insert a returning sequence, before all new ones; use `add` for a sequence whose turn has ended."""
         self._ranks[driver] = (-math.inf, driver.number)
         insort(self._lines[driver.chosen_slot], self._entry(driver))
 

@@ -39,7 +39,7 @@ class ToStore:
 
 
 class SavedCells:
-    """Cells in host memory of sequences that lost their slots, within the budget and if the backend can save.
+    """Saved cells of sequences that lost their slots: in host memory, within the budget, if the backend can save.
 
     Other cells are lost and computed again. The key is the number of the sequence.
     """
@@ -103,7 +103,7 @@ class SavedCells:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The first `n_cells` tokens of a text; the prefix index has the text under the same key."""
+    """Saved cells of the first `n_cells` tokens of a text, which the prefix index has under the same key."""
 
     n_cells: int
     n_bytes: int

@@ -260,7 +260,7 @@ class ContinuousBatchScheduler:
         }
         for adapters in sorted(adapter_turns, key=adapter_turns.__getitem__):
             group = [d for d in running if d.request.adapters == adapters]
-            if shares := self._shares(group, slot_plan):  # a full pool may have no room for them
+            if shares := self._shares(group, slot_plan):  # a full pool may have no room for it
                 break
         adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
         return group, shares, adapter_turns
@@ -462,7 +462,7 @@ class ContinuousBatchScheduler:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
     def _accept(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Give each sequence its new cells and tokens, and count them; sequences that end leave."""
+        """Give each sequence its new cells and tokens, and count them; ended sequences leave their slots."""
         stats, later_s, grammar_steps = self._stats, result.later_s, result.grammar_steps
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []

@@ -223,7 +223,7 @@ class PromptScores:
 
 
 class Pending(NamedTuple):
-    """What a step may compute of a sequence: the tokens that exist and, in its place in the plan, have no cell.
+    """What a step may compute of a sequence: the tokens without a cell after the plan's changes of slots.
 
     One pending token is a decode step; more are a prompt, a sequence that goes on after it lost cells, or both.
     """
