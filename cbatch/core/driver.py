@@ -604,7 +604,7 @@ class SequenceDriver:
         self.finish("timeout", now, None if self.has_run else never_ran)
 
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
-        """End with `reason` and release held-back text. While cells are yet to be written to disk, it is `STORING`."""
+        """End with `reason` and release held-back text; a sequence that saves its cells to disk is `STORING` first."""
         can_store = self.slot is not None and error is None
         self.undergo(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
         self.waits_for = self.leader = None

@@ -319,7 +319,7 @@ class PrefixCache:
         return n_cells >= MIN_SHARED_TOKENS or n_lost < MIN_SHARED_TOKENS
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
-        """Whether cells of a slot can be copied and are enough; a paused sequence may lose the slot in the same plan.
+        """Whether enough cells of a slot can be copied. Not from a paused sequence: the same plan may take its slot.
 
         In memory that cannot copy, a checkpoint is taken of the cells as they are before the plan.
         """
