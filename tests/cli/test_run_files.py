@@ -68,7 +68,7 @@ def test_prompt_of_a_request_is_text_or_a_chat_as_asked(tmp_path: Path, test_mod
         assert run(table, test_model, "-o", out, more).exit_code == 0
         assert [line["prompt_tokens"] for line in parse(out.read_bytes())] == [text]
     done = run(source, test_model, "-o", tmp_path / "out.jsonl", "--chat")
-    assert (done.exit_code, "rows was chats, is prompts as chats" in done.stderr) == (2, True)
+    assert (done.exit_code, "rows was chats, is now prompts as chats" in done.stderr) == (2, True)
 
 
 def test_labels_are_written_with_their_probability(tmp_path: Path, test_model: Path) -> None:
