@@ -143,7 +143,9 @@ def test_correction_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory, nam
     path, said = synth("test"), {name: YARN_VALUES[name]}
     assert logprobs(path, **YARN, **said) != logprobs(path, **YARN)
     for settings in (dict[str, Any](), {**YARN, "yarn_ext_factor": 0.0}):
-        with pytest.raises(ConfigError, match=f"{name}=.* has no effect without YaRN: rope_scaling='yarn'"):
+        with pytest.raises(
+            ConfigError, match=f"{name}=.* has no effect without YaRN: rope_scaling='yarn'"
+        ):
             cbatch.load(path, **SMALL, **settings, **said)
 
 

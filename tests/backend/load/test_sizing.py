@@ -352,7 +352,7 @@ def test_less_than_wanted_is_said_in_the_log(
     assert "6 slots of 2048 tokens: 16 slots of 2048 would take 8.0 MiB" in slots
     assert "budget is 3.0 MiB; memory_mib sets another" in slots
     assert window.startswith("8 slots of 1536 tokens: 8 slots of 2048")
-    assert said.startswith("3 slots of 4096 tokens, for 16 of 4096")
+    assert said.startswith("3 slots of 4096 tokens: 16 slots of 4096")
 
 
 @pytest.mark.parametrize(
