@@ -9,6 +9,7 @@ import argparse
 import json
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from cbatch.files.output.target import encoder
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage
-from cbatch.support.processes import command_of
+from cbatch.support.processes import absolute_path
 
 _ANSWER = BatchResult(
     "0", "An answer.", (1,), "length", None, Usage(8, 1), Timings(0, 0, 0, None, None), seed=0
@@ -92,9 +93,9 @@ def measure(way: str, n: int, folder: Path) -> tuple[float, float]:
     if not source.exists():
         write_requests(source, n)
     output = folder / f"{n}.{way}.jsonl"
-    command = command_of(
-        "cbatch.bench.experiments.batch_files", "--child", way, str(source), str(output)
-    )
+    # by its file: where the package is installed, this module is not in it
+    code = f"import runpy, sys; sys.path[:] = {absolute_path()}; runpy.run_path({__file__!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, "--child", way, str(source), str(output)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, n_kib = map(float, printed.split())
     return n / seconds, n_kib / 1024
