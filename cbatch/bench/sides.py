@@ -453,7 +453,7 @@ def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None
 
 
 def check_kinds(names: Sequence[str], known: Collection[str] = KINDS) -> None:
-    """Raise a `ConfigError` for a side that is none of those that are known."""
+    """Raise a `ConfigError` for an unknown side."""
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown side {name!r}; known are {', '.join(known)}")

@@ -130,7 +130,7 @@ class RowThreads:
             return result
         n_drafts = round(sum(result.n_drafts) / result.n_steps)
         self._n_drafts[len(plan.spans)] = n_drafts
-        if self._kind(plan, n_drafts) != kind:
+        if _magnitude(plan, n_drafts) != kind.rows:
             self._tried = None if is_trial else self._tried
         elif is_trial:
             series.add(plan, result)
@@ -154,8 +154,7 @@ class RowThreads:
             if len(span.inputs) > 1:
                 return PROMPTS
             n_cells = max(n_cells, span.start)
-        n_rows = len(plan.spans) + n_drafts
-        return StepKind(n_rows.bit_length(), max(n_cells.bit_length(), N_CELLS_ALIKE))
+        return StepKind(_magnitude(plan, n_drafts), max(n_cells.bit_length(), N_CELLS_ALIKE))
 
     def _is_tried(self, kind: StepKind, best: _Best) -> bool:
         """Whether a kind is tried now. A trial begins where it may cost a series with the best threads so far."""
@@ -182,3 +181,8 @@ class RowThreads:
             best.n_threads = best.other(self._n_most)
         else:
             best.tries_more, best.due_s = not best.tries_more, 2 * self._spent_s
+
+
+def _magnitude(plan: StepPlan, n_drafts: int) -> int:
+    """Return the magnitude of the rows of a plan's steps with so many draft tokens."""
+    return (len(plan.spans) + n_drafts).bit_length()
