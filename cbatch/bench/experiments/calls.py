@@ -22,6 +22,10 @@ from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 
 _N_WARM_UP = 20
+
+_N_WINDOW = 2**20
+"""Tokens that a sequence may have: none ends before all are counted, however late the last one joins."""
+
 _PACKAGE = Path(cbatch.__file__).parent
 
 
@@ -86,10 +90,9 @@ def count_calls(n_rows: int = 32, n_steps: int = 50, *, is_streamed: bool = Fals
         n_steps: steps that are counted, after some that warm up.
         is_streamed: whether the batch is read chunk by chunk, so that every step is delivered.
     """
-    n_tokens = _N_WARM_UP + n_steps + n_rows + 8
     meter = _Meter(n_rows, n_steps)
-    backend = meter.backend = FakeBackend(n_rows, n_tokens + 8, cost=meter)
-    options = {"max_tokens": n_tokens, "ignore_eos": True, "seed": 1}
+    backend = meter.backend = FakeBackend(n_rows, _N_WINDOW, cost=meter)
+    options = {"ignore_eos": True, "seed": 1}
     with Engine(backend, options=options) as engine:
         response = engine.run([BatchPrompt(tokens=[1 + i, 2, 3]) for i in range(n_rows)])
         chunks = iter(response)  # kept: a reader who leaves cancels
