@@ -430,7 +430,7 @@ class PromptBudget:
     def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
         """Return how many prompt tokens may join `n_rows` decoding rows by the options; None if they set no limit."""
         if self.itl_s is not None:
-            return self._n_within(n_rows, self.itl_s / self.costs.slower, start)
+            return self._n_within(n_rows, self.itl_s, start)
         return self._options.prefill_budget
 
     def beside_rows(self) -> dict[int, int]:
@@ -450,13 +450,13 @@ class PromptBudget:
         return len(prefills) if self._options.ttft == "first" else 0
 
     def _n_within(self, n_rows: int, seconds: float, start: int) -> int:
-        """Return how many prompt tokens keep a step within `seconds` by the measured costs.
+        """Return how many prompt tokens keep a step within `seconds`, with what other programs take of them.
 
         At least one, but 0 while no step without prompt tokens was measured.
         """
         if not self.costs.has_decoded:
             return 0  # this step measures what decoding takes
-        n_tokens = self.costs.n_prompt_within(n_rows, seconds, start)
+        n_tokens = self.costs.n_prompt_within(n_rows, seconds / self.costs.slower, start)
         return N_FIRST if n_tokens is None else n_tokens
 
     def _n_beside(
@@ -477,4 +477,4 @@ class PromptBudget:
         if n_all <= N_SHORT * n_most:
             return n_most
         long_s = (1 + max(LONG_OVER_ROWS, fair)) * self.costs.seen_s(n_rows)
-        return min(n_most, max(n_short, self._n_within(n_rows, long_s, start)))
+        return min(n_most, max(n_short, self._n_within(n_rows, long_s * self.costs.slower, start)))

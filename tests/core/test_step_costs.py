@@ -364,6 +364,16 @@ def test_prompt_may_take_a_step_the_time_from_one_delivery_to_the_next() -> None
     assert len(chunks) == 3
 
 
+def test_step_of_a_prompt_counts_the_time_that_other_programs_take() -> None:
+    quick = StepCost(base_s=0.001, token_s=0.0001)
+    rig = load_followers(8, is_watched=True, cost=quick)
+    for _ in range(99):
+        rig.scheduler.costs.learn_waits(2.0, 1.0)
+    chunks, seconds = load(rig, 500)
+    assert max(seconds) <= 1.05 * SHORT_RUN_S / 2
+    assert len(chunks) == 7
+
+
 def test_newcomers_that_outnumber_those_who_decode_have_the_whole_step() -> None:
     rig = make_scheduler(8, 4096, 2048, cost=COST)
     rig.submit(*make_sequences(3, n_prompt=64, max_tokens=500))
