@@ -309,11 +309,11 @@ class MultiRequestBatcher:
         self.queue.add(new)
 
     def give_cells(self, driver: SequenceDriver, n_cells: int) -> int:
-        """Return a new key for `n_cells` cells from disk, with which a held sequence will start."""
+        """Add `n_cells` cells that a held sequence will load from disk at its start; return their key."""
         return self.saved.add_from_disk(driver, n_cells)
 
     def adopt(self, driver: SequenceDriver) -> int | None:
-        """Make a checkpoint of cells from a file with which a sequence starts; return its key if it is a new one."""
+        """Make a checkpoint of the cells that a sequence loads from disk; return its key, None if it is not new."""
         kept = self.cells.prefixes.adopt(driver, driver.n_computed)
         if kept is None:
             return None

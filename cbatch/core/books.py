@@ -113,7 +113,7 @@ class KvLedger:
                 or n_more > self.n_pool - self.n_used
             ):
                 raise LedgerError(
-                    f"slot {slot} cannot hold {n} cells: its window is {self.n_window}, "
+                    f"slot {slot} cannot hold {n} cells: the slot must be in use, its window is {self.n_window}, "
                     f"and {self.n_free_cells} cells are free"
                 )
             self.n_cells[slot] = n

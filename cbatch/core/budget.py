@@ -225,7 +225,7 @@ class StepCosts:
     def decode_s(self, n_rows: int) -> float | None:
         """Return the seconds of computing of a step of `n_rows` decoding rows; None if no step was measured.
 
-        The estimate of an unmeasured width is that of the nearest measured one, scaled up if that is much smaller.
+        An unmeasured width gets the time of the nearest measured one, scaled up if the measured one is much smaller.
         Under load every step may have prompts, so no better estimate comes; one that is too short would starve prompts.
         """
         nearest = self._nearest(n_rows)
@@ -248,7 +248,7 @@ class StepCosts:
         )
 
     def _width_s(self, n_rows: int) -> float:
-        """Return the seconds of a measured width, at most those of the next greater: some steps may have been slow."""
+        """Return the seconds of a measured width, at most those of the next wider: some steps may have been slow."""
         times = self._decodes.get(n_rows)
         if times is None:
             return self._left_s[n_rows]
@@ -262,7 +262,7 @@ class StepCosts:
 
     @property
     def prompt(self) -> PromptCost | None:
-        """What prompts add to the computing of a step; None while too little is known."""
+        """How much computing time prompts add to a step; None until enough steps are measured."""
         return self._prompt
 
     def n_prompt_within(self, n_rows: int, seconds: float, start: int = 0) -> int | None:
@@ -282,7 +282,7 @@ class StepCosts:
     ) -> int | None:
         """Return how many prompt tokens from position `start` make the rest of a step at most `share` of its time.
 
-        None if unknown. At least the number that is computed in `least_s` seconds.
+        None if unknown, otherwise at least the number that is computed in `least_s` seconds.
 
         More tokens would compute a prompt faster by at most this share; with fewer, the rest takes a larger share.
         """

@@ -377,8 +377,8 @@ class SequenceDriver:
         """Return the backend's settings for this sequence in `slot`.
 
         Args:
-            has_drafts: allow as draft tokens those that followed an earlier occurrence of its newest ones.
-            shares_drafts: with `has_drafts`, look for such occurrences in other answers of its job, too.
+            has_drafts: allow draft tokens that followed an earlier occurrence of the sequence's newest tokens.
+            shares_drafts: with `has_drafts`, look for such occurrences in other answers of the job, too.
             has_model_drafts: allow draft tokens of a draft model.
         """
         request = self.request

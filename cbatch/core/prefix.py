@@ -341,10 +341,11 @@ class PrefixCache:
     def n_usable(
         self, driver: SequenceDriver, tokens: Sequence[int], n_given: int, n_checkpoint: int = 0
     ) -> int:
-        """Return how many saved cells match the beginning of a prompt; their first `n_given` `tokens` were a prompt.
+        """Return how many saved cells match the beginning of a prompt.
 
-        Few cells of many count as none, because every chat begins with the same tokens of its template. In memory that
-        cannot be trimmed, the result is all cells, the first `n_checkpoint`, or none.
+        The cells are those of `tokens`, whose first `n_given` were a prompt. Few cells of many count as none, because
+        every chat begins with the same tokens of its template. In memory that cannot be trimmed, the result is all
+        cells, the first `n_checkpoint`, or none.
         """
         n_there, n_wanted = n_given if self._cuts else len(tokens), self._n_most(driver)
         n = self._cuts.whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))

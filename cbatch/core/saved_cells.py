@@ -57,7 +57,7 @@ class SavedCells:
 
     @property
     def n_counted(self) -> int:
-        """Bytes of all saved cells, summed again."""
+        """Bytes of all saved cells, counted again to check `n_bytes`."""
         return sum(saved.n_bytes for saved in self._saved.values())
 
     @property

@@ -420,7 +420,8 @@ class KvDemandEstimator:
     """Estimates how many cells a sequence will need: in the worst case, or as ended sequences suggest.
 
     The estimate is a share of the cap, `ratio`, which follows ended requests and rises when the pool was full. Without
-    a cap it is a slot's share of the pool, at most the rest of the window, which alone says nothing about an answer.
+    a cap, nothing is known of the output's length: the estimate is an equal part of the pool, at most the rest of the
+    window.
     """
 
     def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:

@@ -120,8 +120,8 @@ class PromptCuts:
     def n_whole(self, n: int, n_prompt: int, edges: Sequence[int]) -> int:
         """Return how many of a prompt's first `n` tokens can be reused from a request whose prompt has the same ones.
 
-        The cells must not depend on what follows there, so a picture is only reused as a whole, and text up to a
-        multiple.
+        Cells must not depend on the tokens after the common ones, so a picture is only reused as a whole, and text up
+        to a multiple.
 
         Args:
             n: below `n_prompt`.
