@@ -30,7 +30,7 @@ _DEVICES = names_in(DEVICES, without=("cache_mib", "cache_media"))
 
 COLUMN = option(help="Column with the text.", default="text or prompt", metavar="NAME")
 TRUNCATE = option(
-    help="Cut texts that are too long at this end: end or start.",
+    help="Which part of texts that are too long is cut off: end or start.",
     default="refuse them",
     autocompletion=among(["end", "start"]),
 )

@@ -41,7 +41,7 @@ def info(
         bool,
         option(
             "--company",
-            help="Test whether sequences give the same results together as alone; loads the weights.",
+            help="Test whether llama.cpp computes this model correctly in batches; loads the weights.",
         ),
     ] = False,
     costs: Annotated[

@@ -44,7 +44,7 @@ ANSWERS = "Answers"
 def option(
     *names: Any, help: str, panel: str | None = None, default: str | None = None, **more: Any
 ) -> Any:
-    """Declare an option for typer; `default` is what the help shows as the default if that is None in the code.
+    """Declare an option for typer; if its default is None, the help shows `default` instead.
 
     The option's environment variable is not shown: the help of `cbatch` has the rule for all names.
     """
@@ -65,7 +65,7 @@ def in_panel(panel: str | None) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option that a command takes by its name; one of a list type may be repeated.
+    """One option of the table, which commands take by its name; if its type is a list, it may be repeated.
 
     Args:
         panel: the part of the help that shows it; also decides where its value goes: `RUN` and `FILES` to
@@ -150,7 +150,7 @@ def model_of(ctx: typer.Context, model: Path | None) -> Any:
 
 
 def in_reach(param: typer.CallbackParam, value: float) -> float:
-    """Return a time that a process can wait: the system refuses longer ones, and infinity."""
+    """Return a number of seconds; raise if it is infinite, or longer than a process can wait."""
     return check_float(str(param.name), value, 0.0, MAX_TIME_S)
 
 
@@ -240,8 +240,8 @@ OPTIONS = (
     ),
     _run(
         "ray",
-        "Compute on a Ray cluster, with --replicas actors: its address, auto for this machine's, local for a new "
-        "one here. The input is Parquet, OUT is a folder.",
+        "Compute with --replicas actors on the Ray cluster at this address; auto: the cluster of this machine, local: "
+        "a new one here. The input is Parquet, OUT is a folder.",
         "on this machine",
         metavar="ADDRESS",
         setting="",
@@ -284,7 +284,7 @@ OPTIONS = (
         names=("--raw/--chat",),
         setting="is_raw",
     ),
-    _file("limit", "Most items to run.", "all"),
+    _file("limit", "Run at most this many items.", "all"),
     _file("shuffle", "Run the items in random order."),
     _file("dedupe", "Compute equal items once, if greedy or with a seed."),
     _file("strict", "Check the whole input first; run nothing if an item is invalid."),
@@ -400,7 +400,7 @@ OPTIONS = (
         "How to split the model over GPUs: none, layer, row or tensor.",
         "llama.cpp's: layer",
     ),
-    _device("main_gpu", "The GPU of --split-mode none.", "0"),
+    _device("main_gpu", "The GPU to use with --split-mode none.", "0"),
     _device(
         "tensor_split",
         "Share of the model on each GPU, such as 3,1.",
@@ -428,7 +428,7 @@ OPTIONS = (
     ),
     _model(
         "adapter",
-        "A LoRA adapter. One is used for all requests; with several, each request names its own.",
+        "A LoRA adapter; may be repeated. All requests use a single one; of several, each request names its own.",
         names=("--adapter",),
         metavar="[NAME=]FILE",
         setting="adapters",

@@ -27,7 +27,10 @@ def rerank(
     ] = STDOUT,
     column: Annotated[str | None, COLUMN] = None,
     top_n: Annotated[
-        int | None, option("--top-n", "-n", help="Most rows to write.", default="all", min=1)
+        int | None,
+        option(
+            "--top-n", "-n", help="Write only this many rows, the best ones.", default="all", min=1
+        ),
     ] = None,
     raw_scores: Annotated[
         bool,

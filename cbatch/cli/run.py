@@ -47,7 +47,7 @@ def run(
             "--output",
             "-o",
             metavar="OUT",
-            help="The file for the records; - is stdout. A run that was stopped continues there.",
+            help="The file for the answers; - is stdout. A run that was stopped continues there.",
             default="with --demo: text on stdout",
         ),
     ] = None,

@@ -51,14 +51,18 @@ def tune(
     given: Given,
     minutes: Annotated[
         float,
-        option(min=0.01, callback=in_reach, help="Begin no new measurement after so many minutes."),
+        option(
+            min=0.01, callback=in_reach, help="Begin no new measurement after this many minutes."
+        ),
     ] = 15.0,
     at_once: Annotated[
         int | None, option(min=1, max=4096, help="Requests at once.", default="as many as slots")
     ] = None,
     json_file: Annotated[
         Path | None,
-        option("--json", metavar="FILE", help="Write all figures to this file.", default="none"),
+        option(
+            "--json", metavar="FILE", help="Write all measurements to this file.", default="none"
+        ),
     ] = None,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
     quiet: Annotated[bool, option("--quiet", "-q", help="Show no progress.")] = False,

@@ -56,7 +56,10 @@ def verify(
     html: Annotated[
         Path | None,
         option(
-            "--html", metavar="FILE", help="For MODEL: write a page with a picture.", default="none"
+            "--html",
+            metavar="FILE",
+            help="For MODEL: also write the results as an HTML page with a chart.",
+            default="none",
         ),
     ] = None,
     json: Annotated[

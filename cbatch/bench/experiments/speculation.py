@@ -7,7 +7,7 @@ and medians of ratios to them. `ratio` is of "auto", with its range; `again` is 
 Texts: "copy", sentences to repeat; "json", fields of a sentence; "story"; "list", a raw text of lines that are alike,
 which a model goes on with; "free", a raw text at temperature 1, in which nothing repeats itself.
 
-With `--joining` there is one slot more, for answers of five tokens one after another: a prompt joins every fifth step.
+With `--joining` there is one slot more, for answers of five tokens one after another: a new prompt every fifth step.
 With `--tail` the job is 200 answers of uneven lengths: `tail` is the ratio of the times from where no answer waits for
 a slot to the end, and `different` counts the answers that are not those of "off".
 With `--llama-server PROGRAM` there are only "auto" and that server, in its default and with each `--spec-type`, over
@@ -232,7 +232,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--draft", help="a draft model")
     asked.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     asked.add_argument("--sources", default="ngram,job", help="sources to measure alone")
-    asked.add_argument("--joining", action="store_true", help="a prompt joins every fifth step")
+    asked.add_argument("--joining", action="store_true", help="add a new prompt every fifth step")
     asked.add_argument("--tail", action="store_true", help="200 answers of uneven lengths")
     asked.add_argument("--llama-server", metavar="PROGRAM", help="compare with this server instead")
     asked.add_argument("--spec-types", default="ngram-mod,ngram-simple", help="of that server")
