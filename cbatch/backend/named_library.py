@@ -77,7 +77,7 @@ def use_library(path: str | os.PathLike[str] | None) -> None:
             raise
     if not _is_loaded(file):
         raise ConfigError(
-            f"llama.cpp cannot be loaded from {file}: this process has loaded another library of it. Name the library "
+            f"llama.cpp cannot be loaded from {file}: this process has loaded another library already. Name this one "
             f"at the first load, before llama_cpp is imported, or in {VARIABLE}"
         )
 

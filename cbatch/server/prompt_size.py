@@ -55,7 +55,7 @@ def check_vectors(call: VectorCall, facts: ModelFacts, n_window: int) -> None:
         once = {id(text): len(text) for text in texts}
         n_again = sum(map(len, texts)) - sum(once.values())
         if n_again > MAX_REPEATED:
-            words = f"{name} is repeated for each text: {n_again:,} characters more; at most {MAX_REPEATED:,} are read"
+            words = f"repeating {name} for each text adds {n_again:,} characters; at most {MAX_REPEATED:,} are allowed"
             raise bad_request(f"{words}: shorten it, or send fewer texts", name, _TOO_LONG)
 
 

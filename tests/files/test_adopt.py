@@ -210,7 +210,7 @@ def test_formats_that_do_not_tell_what_they_answer_are_refused(
 ) -> None:
     (tmp_path / "in.csv").write_text("prompt\na\n")
     with pytest.raises(
-        ConfigError, match=rf"needs a file of openai's or cbatch's lines, not {format}"
+        ConfigError, match=rf"needs an output in the format openai or cbatch, not {format}"
     ):
         run_file(
             tmp_path / "in.csv", tmp_path / "out", engine=engine, output_format=format, adopt=True

@@ -83,7 +83,7 @@ def test_stdout_that_goes_to_the_input_is_refused(
     asked = source.read_bytes()
     with source.open("a") as file:
         monkeypatch.setattr("sys.stdout", file)
-        with pytest.raises(ConfigError, match="stdout goes to the input"):
+        with pytest.raises(ConfigError, match="stdout is redirected to the input"):
             run_file(source, "-", engine=engine)
     assert source.read_bytes() == asked
 

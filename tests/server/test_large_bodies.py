@@ -274,7 +274,7 @@ def test_beginning_is_not_repeated_without_bound(
 ) -> None:
     error = error_of(call(app, path, body), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-    assert "33,538,048 characters more; at most 16,777,216 are read" in error["message"]
+    assert "adds 33,538,048 characters; at most 16,777,216 are allowed" in error["message"]
 
 
 def test_larger_window_reads_more() -> None:

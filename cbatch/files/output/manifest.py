@@ -231,7 +231,7 @@ class Manifest:
             raise OutputError(
                 self.path,
                 "the manifest was removed or moved away while the run wrote there: put it back, or give another "
-                "output; --adopt rebuilds it from openai's or cbatch's lines",
+                "output; --adopt rebuilds it from an output in the format openai or cbatch",
             )
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:

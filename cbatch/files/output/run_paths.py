@@ -142,7 +142,7 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
         if path.exists() and any(os.path.samestat(path.stat(), status) for status in read):
             raise ConfigError(f"{path}: is the input: give another file for the results")
     if is_dash(output) and any(stat.S_ISREG(s.st_mode) and is_stdout_at(s) for s in read):
-        raise ConfigError("-: stdout goes to the input: give another file for the results")
+        raise ConfigError("-: stdout is redirected to the input: give another file for the results")
     _check_apart(files_of(output) if is_file_place(output) else [], filter(is_file_place, more))
 
 

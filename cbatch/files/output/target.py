@@ -104,7 +104,7 @@ class RunOutputs:
         if self._options.adopt and not self._can_adopt:
             what = "a pipe" if self._is_pipe else self.format
             raise ConfigError(
-                f"{self.path}: --adopt needs a file of openai's or cbatch's lines, not {what}: leave --adopt out"
+                f"{self.path}: --adopt needs an output in the format openai or cbatch, not {what}: leave --adopt out"
             )
         if self._is_columnar and self._is_pipe:
             raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
