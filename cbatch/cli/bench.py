@@ -659,5 +659,5 @@ def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
 
     runs = merged([read_rates(Path(source)) for source in sources], workloads)
     if not any(run.rows for run in runs):
-        raise ConfigError(f"{', '.join(sources)}: have no rates of {', '.join(workloads)}")
+        raise ConfigError(f"no rates of {', '.join(workloads)} in {', '.join(sources)}")
     write_whole(path, bench_picture(runs))

@@ -360,7 +360,7 @@ OPTIONS = (
     _schedule(
         "speculate",
         "Source of draft tokens, which are used where they make answers faster: auto, ngram (the request), "
-        "job (also other answers), draft (the draft model), off; or 1 to 15: always so many.",
+        "job (also other answers), draft (the draft model), off; or 1 to 15: always this many.",
         metavar="WORD|N",
         read=number_or_word,
         completion=among(get_args(Speculate)),

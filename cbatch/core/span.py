@@ -198,7 +198,7 @@ class PromptScores:
         return self.n_scored >= self.end
 
     def n_targets(self, start: int, n_tokens: int) -> int:
-        """Return for how many of the `n_tokens` tokens from `start` a step scores the next token: all, or none.
+        """Return how many targets a span of `n_tokens` tokens from `start` has: one for each before `end`, or none.
 
         If prompts are cut at fixed places, the whole chunk that contains `first` is scored.
         """

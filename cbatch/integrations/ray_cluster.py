@@ -48,7 +48,7 @@ def settle_actors(n: int | None, n_cpus: float | None, *, can_grow: bool) -> tup
         n_needed = math.ceil(n * n_cpus) + n_spare
         raise ConfigError(
             f"{n} actors of {n_cpus:g} CPUs {why}: give fewer actors (n_actors) or fewer CPUs for each (n_cpus), or "
-            f"tell Ray of more CPUs (ray.init(num_cpus={n_needed}) on one machine), or can_grow=True"
+            f"tell Ray of more CPUs (ray.init(num_cpus={n_needed}) on one machine), or set can_grow=True"
         )
     return n, n_cpus
 

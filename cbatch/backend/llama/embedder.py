@@ -63,7 +63,9 @@ _POOLING_TYPES = {
 def check_pooling(model: LlamaModel, pooling: Pooling) -> None:
     """Raise an `UnsupportedTaskError` for what a model cannot do."""
     if not model.can_embed:
-        raise UnsupportedTaskError("embed", f"its architecture is {model.architecture}")
+        raise UnsupportedTaskError(
+            "embed", f"its architecture ({model.architecture}) has no embeddings of text"
+        )
     if pooling == "rank" and model.pooling != "rank":
         raise UnsupportedTaskError("rerank", "its file has no classifier (pooling type rank)")
 
