@@ -235,7 +235,7 @@ class Loop:
 
     def check_wait(self) -> None:
         """Raise an `InsideStepError` if the caller's thread would wait for itself."""
-        if self.is_inside:
+        if self.is_inside or is_locked_here():
             raise InsideStepError
 
     def call(self, command: Callable[[], T], now: Callable[[], T] | None = None) -> T:

@@ -10,7 +10,7 @@ import threading
 from contextvars import ContextVar
 from typing import Any
 
-from cbatch.support.interrupts import Contained, is_for_program
+from cbatch.support.interrupts import Contained, is_for_program, is_locked_here
 
 FIELDS = "cbatch"
 """The attribute of a record that holds the values of its line by name."""
@@ -28,18 +28,34 @@ class _ThreadHandling(threading.local):
     """State of one thread."""
 
     n_handled = 0
-    """Records that handlers have now, outside of any `HeldLogs`: a handler may log, too."""
+    """Records that handlers have now: a handler may log, too."""
 
 
 _here = _ThreadHandling()
 
 
 def is_handling() -> bool:
-    """Whether cbatch has called a log handler in this thread, outside of any `HeldLogs`, that has not returned.
+    """Whether cbatch has called a log handler in this thread that has not returned.
 
-    Handlers have locks, for which the engine's thread may wait: such a handler must not wait for the engine.
+    Handlers have locks, for which any thread that logs may wait: such a handler must not wait for an engine.
     """
     return _here.n_handled > 0
+
+
+def must_not_wait() -> bool:
+    """Whether another thread may want a lock that this thread has: one of cbatch, or that of a log handler.
+
+    So it is in a log handler, and in a finalizer, which the garbage collector may run anywhere.
+    """
+    return is_handling() or is_locked_here()
+
+
+def _handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+    _here.n_handled += 1
+    try:
+        logger.handle(record)
+    finally:
+        _here.n_handled -= 1
 
 
 class HeldLogs:
@@ -65,7 +81,7 @@ class HeldLogs:
         struck: BaseException | None = None
         for logger, record in self._records:
             try:
-                logger.handle(record)
+                _handle(logger, record)
             except BaseException as error:  # noqa: PERF203
                 struck = struck or (error if is_for_program(error) else None)
         if struck is not None:
@@ -129,11 +145,7 @@ class Log:
         )
         held = _kept.get()
         if held is None:
-            _here.n_handled += 1
-            try:
-                logger.handle(record)
-            finally:
-                _here.n_handled -= 1
+            _handle(logger, record)
         else:
             held.append((logger, record))
 

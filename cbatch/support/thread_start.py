@@ -8,13 +8,15 @@ from collections.abc import Callable
 from cbatch.errors import NoThreadError
 
 
-def started(work: Callable[[], object], name: str) -> threading.Thread:
-    """Return a thread that does `work`, and ends with the process.
+def started(
+    work: Callable[[], object], name: str, kind: type[threading.Thread] = threading.Thread
+) -> threading.Thread:
+    """Return a thread of some kind that does `work`, and ends with the process.
 
     Raises:
         NoThreadError: the system has no more threads.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = kind(target=work, name=name, daemon=True)
     start(thread)
     return thread
 

@@ -16,7 +16,8 @@ from cbatch.options import NO_OPTIONS, RunOptions
 from cbatch.runtime.ids import RequestId, is_meant, own_id
 from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
-from cbatch.support.interrupts import Postponed, is_locked_here
+from cbatch.support.interrupts import Postponed
+from cbatch.support.logs import must_not_wait
 from cbatch.worker.connection import Connection, FrameThread
 from cbatch.worker.pool import Launch, Pool, by_worker, id_parts
 from cbatch.worker.protocol_commands import (
@@ -156,8 +157,8 @@ class Workers(Questions):
     # ---- orders ----
 
     def check_wait(self) -> None:
-        """Raise an `InsideStepError` in a thread that reads messages of workers."""
-        if isinstance(threading.current_thread(), FrameThread):
+        """Raise an `InsideStepError` in a thread that reads messages of workers, or that others may wait for."""
+        if isinstance(threading.current_thread(), FrameThread) or must_not_wait():
             raise InsideStepError
 
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
@@ -239,7 +240,7 @@ class Workers(Questions):
                 if worker is None:
                     return is_new
                 call = worker.ask(command(asked.id), _READ_FLAG)
-            if is_locked_here():  # a worker's message may need the lock
+            if must_not_wait():  # a worker's message may need the lock
                 return is_new
             with suppress(WorkerDiedError):
                 if call.wait() or asked.worker is worker:
@@ -272,7 +273,7 @@ class Workers(Questions):
                 for connection, ids in id_parts(sent)
             ]
         _tell_cancelled(held)
-        if is_locked_here():  # a worker's message may need the lock
+        if must_not_wait():  # a worker's message may need the lock
             return len(held) + len(sent)
         n_ended, lost = len(held), set[str]()
         for call, ids in calls:
@@ -335,7 +336,10 @@ class Workers(Questions):
         return [*self._numbered(self.ask_each(Questions.slots))]
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the work that all workers have done."""
+        """Return a snapshot of the work that all workers have done; the last one where the caller must not wait."""
+        if must_not_wait():
+            self.check_open()
+            return self.pool.total([(c, c.stats) for c in self.pool.ready if c.stats is not None])
         return self.pool.total(self.ask_each(Questions.stats))
 
     def reset_stats(self) -> None:

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Raw, structs
 
-from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    EngineError,
+    InsideStepError,
+    WorkerDiedError,
+    words_of,
+)
 from cbatch.support.checks import MAX_INT, check_int
 from cbatch.support.garbage import uncollected
 from cbatch.support.interrupts import HeldBack, Latch
+from cbatch.support.logs import must_not_wait
 from cbatch.support.thread_start import started
 from cbatch.worker.framing import N_LINE_MAX, framed
 from cbatch.worker.wire import VERSION, Frame, Ready, WireAnswer, decode, encode_call
@@ -58,6 +66,10 @@ class FrameThread(threading.Thread):
     """The worker that it reads from now."""
 
 
+class _AsideThread(FrameThread):
+    """Reads on meanwhile."""
+
+
 class Reply:
     """The answer to a call; a thread may wait for it."""
 
@@ -86,8 +98,10 @@ class Reply:
             then(self)
 
     def wait(self) -> Any:
-        """Return the value, or raise the error."""
+        """Return the value, or raise the error; an `InsideStepError` where the worker may wait for this thread."""
         thread = threading.current_thread()
+        if must_not_wait() or isinstance(thread, _AsideThread):
+            raise InsideStepError
         if isinstance(thread, FrameThread) and thread.connection is not None:
             with thread.connection.read_aside():
                 self._done.wait()
@@ -264,7 +278,7 @@ class Connection:
         """Have another thread read meanwhile: it settles calls and puts off all else. For the thread of `messages`."""
         with self._locked:
             if not self._is_aside:
-                self._aside = started(self._read_aside, "cbatch-aside")
+                self._aside = started(self._read_aside, "cbatch-aside", _AsideThread)
             self._reads_on = self._is_aside = True
         try:
             yield

@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.support.interrupts import HeldBack, note
+from cbatch.support.logs import HeldLogs, Log
 from tests.core.drivers import make_running
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import wait_until
@@ -285,6 +286,49 @@ def test_finalizer_under_a_lock_gives_orders_and_does_not_wait(is_lock: bool) ->
         backend.release()
         engine.resume("b")
         assert [r.finish_reason for r in all_results(response)] == ["cancelled", "length", "length"]
+
+
+@no_pool(Reason.ONE_BACKEND)
+@pytest.mark.parametrize("place", ["held back", "log handler", "held log"])
+def test_questions_where_others_may_wait_are_answered_at_once_or_refused(place: str) -> None:
+    backend, said = GatedBackend(2, 256, 16, hold_at=2), list[object]()
+
+    def ask(_: object = None) -> None:
+        said.append(engine.stats().n_submitted)
+        with pytest.raises(InsideStepError):
+            engine.run(["b"]).results()
+        said.append("refused")
+
+    with engine_on(backend, options=OPTIONS) as engine:
+        engine.stats()
+        response = engine.run(["a"])
+        backend.wait_until_held()
+        if place == "held back":
+            with HeldBack():
+                ask()
+        else:
+            with logged("cbatch.test", ask), HeldLogs() if place == "held log" else nullcontext():
+                Log("cbatch.test").tell("event")
+        assert said in ([1, "refused"], [0, "refused"])  # what a worker said last
+        backend.release()
+        assert [r.finish_reason for r in all_results(response)] == ["length"]
+
+
+@thread_only(Reason.OWNER)
+def test_handler_in_the_thread_of_one_engine_waits_for_no_other() -> None:
+    backend, seen = GatedBackend(2, 256, hold_at=2), list[int]()
+    with (
+        engine_on(backend, options=OPTIONS) as held,
+        engine_on(FakeBackend(2, 256, 16), options=OPTIONS) as engine,
+    ):
+        response = held.run(["a"])
+        backend.wait_until_held()
+        with logged("cbatch", lambda _: seen.append(held.stats().n_running)):
+            all_results(engine.run(["b"]))
+            wait_until(lambda: seen)
+        backend.release()
+        all_results(response)
+    assert set(seen) == {1}
 
 
 @thread_only(Reason.OWNER)
