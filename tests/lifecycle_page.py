@@ -71,6 +71,11 @@ WAITS: dict[Wait, tuple[str, str, str]] = {
         "they are read; if they cannot be read, they are computed, or `cache_required` ends the request",
         "all",
     ),
+    Wait.END: (
+        "its end: it is cancelled or late with many others",
+        "some of them end before each step",
+        "all",
+    ),
 }
 """What a sequence waits for, what ends the wait, and which sequences may pass."""
 

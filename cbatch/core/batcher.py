@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.core.books import KvLedger, find_imbalance
@@ -17,10 +18,14 @@ from cbatch.core.slots import KvDemandEstimator, Leave, Place, SlotPlan
 from cbatch.core.span import ANYWHERE, PromptCuts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
+
+N_ENDED_MAX = 128
+"""Most sequences without a slot that are cancelled, or end at their deadlines, before one plan, so that a step does not
+wait for thousands of results: some ten milliseconds. Our choice."""
 
 
 class Wants(Protocol):
@@ -96,9 +101,9 @@ class Occupancy:
 class MultiRequestBatcher:
     """Holds the requests in flight; the only class that changes the state of slots and cells.
 
-    Commands change the state at once: `submit`, `cancel`, `pause`, `resume`, `go_on` for sequences that have what they
-    waited for, and `begin_step` for deadlines. A plan is made for this state and changes nothing; the backend executes
-    it, and `commit` records what it did.
+    Commands change the state at once: `submit`, `cancel`, `cancel_all`, `pause`, `resume`, `go_on` for sequences that
+    have what they waited for, and `begin_step` for deadlines. A plan is made for this state and changes nothing; the
+    backend executes it, and `commit` records what it did.
     """
 
     def __init__(
@@ -217,8 +222,8 @@ class MultiRequestBatcher:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """A time before which no deadline passes; None without deadlines."""
-        return self._deadlines.next_s()
+        """A time before which no deadline passes; None without deadlines. −∞ if sequences wait for their end."""
+        return -math.inf if self.held[Wait.END] else self._deadlines.next_s()
 
     def is_storing(self, id: str) -> bool:
         """Whether a request has ended but its cells are still being written to disk."""
@@ -258,10 +263,10 @@ class MultiRequestBatcher:
         Requests past their deadline and with refused prompts end. Sequences whose leader has computed their prefix, or
         no longer runs, are queued again. `ending` sequences are about to leave their slots.
         """
-        while (driver := self._deadlines.pop_due(now)) is not None:
-            self._withdraw(driver)
-            driver.expire(now)
-            self.retire(driver)
+        due = [*iter(lambda: self._deadlines.pop_due(now), None)]
+        self._end_or_hold([d for d in due if d.waits_for is not Wait.END], now)
+        for driver in [*islice(self.held[Wait.END], N_ENDED_MAX)]:
+            self._end(driver, now)
         if followers := self.held[Wait.LEADER]:
             self.go_on([driver for driver in followers if driver.has_prefix])
         if self.queue or self.held[Wait.PROMPT]:
@@ -347,7 +352,7 @@ class MultiRequestBatcher:
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
             return False
-        if driver.status is Status.WAITING and driver.waits_for is None:
+        if self._is_queued(driver):
             self.queue.remove(driver)
         driver.undergo(Event.PAUSE)
         self._running = None
@@ -387,6 +392,37 @@ class MultiRequestBatcher:
         driver.cancel(now)
         self.retire(driver)
         return True
+
+    def cancel_all(self, ids: Iterable[str], now: float) -> list[str]:
+        """Cancel requests by id; return the ids of those that are in flight and were not cancelled before.
+
+        Of more than `N_ENDED_MAX`, those without a slot leave the queue at once and end before the next plans.
+        """
+        drivers = map(self.in_flight.get, dict.fromkeys(ids))
+        found = [d for d in drivers if d is not None and d.waits_for is not Wait.END]
+        self._end_or_hold(found, now)
+        return [driver.request.id for driver in found]
+
+    def _end_or_hold(self, drivers: Sequence[SequenceDriver], now: float) -> None:
+        """End sequences that are cancelled or late; of many, those without a slot wait for their end."""
+        if len(drivers) > N_ENDED_MAX:
+            waiting = [d for d in drivers if d.slot is None]
+            self.queue.remove_all([d for d in waiting if self._is_queued(d)])
+            for driver in waiting:
+                if driver.waits_for is not None:
+                    del self.held[driver.waits_for][driver]
+                self._note_wait(driver, Wait.END)
+        for driver in drivers:
+            if driver.waits_for is not Wait.END:
+                self._end(driver, now)
+
+    def _end(self, driver: SequenceDriver, now: float) -> None:
+        self._withdraw(driver)
+        if driver.request.deadline_s <= now:
+            driver.expire(now)
+        else:
+            driver.cancel(now)
+        self.retire(driver)
 
     def fail(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
         """End a request in flight with an error."""
@@ -466,8 +502,11 @@ class MultiRequestBatcher:
         """Remove a sequence without a slot from the queue or wherever it waits."""
         if driver.waits_for is not None:
             self.held[driver.waits_for].pop(driver, None)
-        elif driver.status is Status.WAITING:
+        elif self._is_queued(driver):
             self.queue.remove(driver)
+
+    def _is_queued(self, driver: SequenceDriver) -> bool:
+        return driver.status is Status.WAITING and driver.waits_for is None
 
     # ---- for the scheduler ----
 

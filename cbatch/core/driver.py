@@ -88,6 +88,8 @@ class Wait(Enum):
     """Another sequence that computes the same prefix."""
     CACHE = "cache"
     """Its cells, which are read from disk."""
+    END = "end"
+    """Its end: it is cancelled or late with many others, and some of them end at a time."""
 
     __hash__ = (
         object.__hash__

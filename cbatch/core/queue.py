@@ -143,6 +143,15 @@ class AdmissionQueue:
         del line[bisect_left(line, self._entry(driver))]
         del self._ranks[driver]
 
+    def remove_all(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Remove sequences, which must be there; many at once cost one pass over the queue."""
+        slots: dict[Slot | None, None] = {}
+        for driver in drivers:
+            del self._ranks[driver]
+            slots[driver.chosen_slot] = None
+        for slot in slots:
+            self._lines[slot] = deque([e for e in self._lines[slot] if e[2] in self._ranks])
+
     def _entry(self, driver: SequenceDriver) -> _Entry:
         key, number = self._ranks[driver]
         return -key, -number, driver

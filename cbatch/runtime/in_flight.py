@@ -9,11 +9,13 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.core.driver import Wait
 from cbatch.core.queue import Deadlines
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
 from cbatch.runtime.ids import RequestId, check_own, is_meant
-from cbatch.support.interrupts import HeldBack
+from cbatch.runtime.waking import is_in_event_loop
+from cbatch.support.interrupts import HeldBack, is_locked_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -291,7 +293,8 @@ class InFlight:
                 self._outside.pop(id, None)
             batcher = self._batcher
             self._cancel([route for id, route in lives.items() if id in batcher.in_flight])
-            self.drop({id: lives[id] for id in lives if not batcher.is_storing(id)})
+            ending = {id for id in lives if id in batcher.in_flight or batcher.is_storing(id)}
+            self.drop({id: lives[id] for id in lives if id not in ending})
 
         try:
             self._loop.post(forget)
@@ -317,8 +320,7 @@ class InFlight:
 
         A request that ends meanwhile is not touched, nor is a new request with the same id.
         """
-        meant = self._meant(ids, is_for_waiting=is_for_waiting)
-        return self._loop.call(lambda: self._cancel(meant()), lambda: self._n_open(meant()))
+        return self._cancel_now(self._meant(ids, is_for_waiting=is_for_waiting))
 
     def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
         """End requests before the next plan; else as `cancel`. Does not wait."""
@@ -440,9 +442,7 @@ class InFlight:
 
     def cancel_batch(self, target: BatchTarget) -> int:
         """End a batch's requests in flight; else as `cancel`."""
-        return self._loop.call(
-            lambda: self._cancel(self._of(target)), lambda: self._n_open(self._of(target))
-        )
+        return self._cancel_now(lambda: self._of(target))
 
     def cancel_batch_soon(self, target: BatchTarget) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
@@ -458,21 +458,46 @@ class InFlight:
         with suppress(EngineClosedError):
             self._loop.post(cancel, is_urgent=False)
 
-    def _cancel(self, some: Iterable[Route]) -> int:
-        """Cancel requests, with all their choices; return how many of them were in flight. Owner thread."""
-        now, n_cancelled = self._clock(), 0
-        for route in some:
-            if route.id in self._texts:
-                n_cancelled += self._texts.cancel(route)
-                continue
-            done = [self._batcher.cancel(member, now) for member in self._queued_members(route)]
-            n_cancelled += any(done)
-        self._loop.deliver(())
-        return n_cancelled
+    def _cancel_now(self, find: Callable[[], Sequence[Route]]) -> int:
+        """Cancel requests; return how many. Wait until all have ended, also many: their ids are free then.
 
-    def _n_open(self, some: Iterable[Route]) -> int:
-        """Return how many of these requests have not ended. Changes nothing."""
-        return len({request_id(r.id) for r in some if any(map(self._is_open, _member_ids(r)))})
+        An event loop does not wait for many.
+        """
+        loop = self._loop
+        found = loop.call(lambda: self._cancel(find()), lambda: self._open(find()))
+        left = deque(found)
+
+        def have_ended() -> bool:
+            while left and not self._is_ending(left[0]):
+                left.popleft()
+            return not left
+
+        if not (loop.is_inside or is_locked_here() or is_in_event_loop()):
+            with suppress(EngineClosedError):  # that ended them
+                while not (have_ended() or loop.is_closed):
+                    loop.wait_for_change(have_ended, math.inf)
+        return len({request_id(route.id) for route in found})
+
+    def _is_ending(self, route: Route) -> bool:
+        """Whether a cancelled sequence has not ended; one that waits only for its file has."""
+        return self.routes.get(route.id) is route and not self._batcher.is_storing(route.id)
+
+    def _cancel(self, some: Sequence[Route]) -> list[Route]:
+        """Cancel requests, with all their choices; return the routes of their sequences. Owner thread.
+
+        Many end some at a time, between steps.
+        """
+        members = [m for r in some if r.id not in self._texts for m in _member_ids(r)]
+        found = [r for r in some if r.id in self._texts and self._texts.cancel(r)]
+        self._enter([d for m in members if (d := self._outside.get(m))])
+        found += [self.routes[id] for id in self._batcher.cancel_all(members, self._clock())]
+        self._loop.deliver(())
+        return found
+
+    def _open(self, some: Iterable[Route]) -> list[Route]:
+        """Return the routes of those sequences of requests that have not ended. Changes nothing."""
+        members = [m for route in some for m in _member_ids(route)]
+        return [r for m in members if self._is_open(m) and (r := self.routes.get(m))]
 
     def _is_open(self, id: str) -> bool:
         """Whether a sequence has not ended; it may not be queued yet. Changes nothing."""
@@ -491,14 +516,16 @@ class InFlight:
         return [route for id in [*target.ids.values()] if (route := self.find(id))]
 
     def _has_begun(self, route: Route) -> bool:
-        """Whether a request, or one of its choices, ever had a slot; or a text is being computed."""
+        """Whether a request, or one of its choices, ever had a slot or is cancelled; or a text is being computed."""
         if route.id in self._texts:
             return self._texts.has_begun(route.id)
         return any(map(self._has_run, _member_ids(route)))
 
     def _has_run(self, id: str) -> bool:
         driver = self._batcher.in_flight.get(id)
-        return id not in self._outside and (driver is None or driver.has_run)
+        if id in self._outside:
+            return False
+        return driver is None or driver.has_run or driver.waits_for is Wait.END
 
 
 def _member_ids(route: Route) -> list[str]:

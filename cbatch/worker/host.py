@@ -71,6 +71,9 @@ if TYPE_CHECKING:
 DEBUG = "CBATCH_DEBUG"
 """The environment variable that is 1 where the command `abort` is known, for tests."""
 
+N_CANCELLED_MAX = 128
+"""Most requests of a cancel for which the next commands wait: more may take many steps to end. Our choice."""
+
 N_LATER_MAX = 1000
 """Commands that may wait for room in the queue, or compute for long, at once: each has a thread. Our choice."""
 
@@ -481,7 +484,8 @@ class Host:
         """End requests; with `waiting`, only those that never had a slot. Return how many were in flight."""
         orders = self._runtime.orders
         if command.n is not None:
-            return orders.cancel(command.ids, is_for_waiting=command.waiting)
+            work = partial(orders.cancel, command.ids, is_for_waiting=command.waiting)
+            return work() if len(command.ids) <= N_CANCELLED_MAX else _Later(work)
         # does not wait: many clients may leave at once, and each would cost a step
         orders.cancel_soon(command.ids, is_for_waiting=command.waiting)
         return None

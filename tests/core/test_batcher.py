@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cbatch.core import batcher
 from cbatch.errors import ConfigError, PromptTooLongError, RequestFailedError
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
@@ -113,3 +114,35 @@ def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
     rig.submit(*(make_request(id, id, max_tokens=1) for id in "abc"))
     step(rig)
     assert seen == ["a"]
+
+
+@given(
+    n_many=st.integers(3, 30),
+    policy=st.sampled_from(["fcfs", "shortest", "priority"]),
+    paused=st.sets(st.integers(0, 29)),
+    is_late=st.booleans(),
+)
+def test_many_cancelled_or_late_end_some_before_each_plan(
+    n_many: int, policy: str, paused: set[int], is_late: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher, "N_ENDED_MAX", 4)
+        rig = make_scheduler(2, share_prefixes=False, policy=policy)
+        many = [str(i) for i in range(n_many)]
+        rig.submit(make_request("first", max_tokens=30), make_request("last", max_tokens=3))
+        rig.submit(*make_sequences(n_many, max_tokens=9, timeout_s=2.0 if is_late else 99))
+        step(rig)
+        for i in paused:
+            rig.batcher.pause(str(i))
+        if not is_late:
+            assert rig.batcher.cancel_all([*many, many[0], "unknown"], rig.now) == many
+            assert rig.batcher.cancel_all(many, rig.now) == []
+        rig.submit(make_request("new", max_tokens=3))
+        has_run = {id for id in many if rig.drivers[id].has_run}
+        while rig.batcher.in_flight:
+            n_before = len(rig.results)
+            step(rig)
+            assert len(rig.results) - n_before <= 4 + 2 * rig.backend.n_slots
+    assert [rig.results[id].finish_reason for id in ("first", "last", "new")] == ["length"] * 3
+    assert {rig.results[id].finish_reason for id in many} == {"timeout" if is_late else "cancelled"}
+    assert is_late or has_run == {id for id in many if rig.drivers[id].has_run}

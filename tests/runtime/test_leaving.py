@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 from contextlib import closing, suppress
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.core.batcher import N_ENDED_MAX
 from cbatch.errors import RequestCancelledError
+from cbatch.messages import BatchPrompt
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import ask_held, wait_until
 from tests.runtime.backends import (
@@ -28,6 +31,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
 
@@ -147,6 +151,46 @@ def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], No
         engine.stats()
         assert [len(p.spans) for p in backend.plans[n_plans + 1 :]] in ([], [0])
         assert sum(len(p.binds) for p in backend.plans) == 2
+
+
+class CountingBackend(FakeBackend):
+    """Counts the items of a response that have not ended, before each run."""
+
+    response: BatchResponse | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.response is not None:
+            self.n_open.append(self.response.n_open)
+        return super().run(plan)
+
+    n_open: list[int]
+
+
+@thread_only(Reason.BY_HAND)
+@pytest.mark.parametrize("way", ["cancel", "cancel_all", "leave"])
+def test_many_cancelled_end_some_between_two_steps(way: str) -> None:
+    backend, n_many = CountingBackend(2, LONG, 16), 10 * N_ENDED_MAX
+    backend.n_open = []
+    with engine_on(backend, options=ENDLESS) as engine:
+        other = iter(engine.submit("other"))
+        next(other)
+        backend.response = many = engine.run(
+            [BatchPrompt(prompt="p", id=f"m{i}") for i in range(n_many)]
+        )
+        wait_until(lambda: engine.stats().n_running == 2)
+        if way == "leave":
+            many.leave()
+        elif way == "cancel":
+            assert many.cancel() == n_many
+        else:
+            assert engine.cancel_all() == n_many + 1
+        if way != "leave":  # their ids are free
+            engine.run([BatchPrompt(prompt="p", id=f"m{i}") for i in range(n_many)]).cancel()
+        ended = all_results(many)
+        other.close()
+    assert [r.finish_reason for r in ended] == ["cancelled"] * n_many
+    n_ended = [a - b for a, b in pairwise(backend.n_open)]
+    assert way == "cancel_all" or 0 < max(n_ended) <= N_ENDED_MAX + 2
 
 
 @no_pool(Reason.ONE_BACKEND)
