@@ -159,15 +159,10 @@ class InFlight:
         self._loop.post(submit)
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
-        """Queue sequences, all or none: a `QueueFullError` where more than `n_limit` would wait for a slot."""
-
-        def check() -> None:
-            n_waiting, n_room = self._room(n_limit)
-            if len(drivers) > n_room:
-                raise QueueFullError(n_waiting, n_limit, len(drivers))
+        """Queue sequences, all or none. Raises as `check_room`."""
 
         def submit() -> None:
-            check()
+            self.check_room(len(drivers), n_limit)
             self._loop.enqueue(drivers)
 
         def keep() -> None:
@@ -177,9 +172,15 @@ class InFlight:
         if not self._loop.is_inside:
             self._loop.call(submit)
             return
-        check()
+        self.check_room(len(drivers), n_limit)
         self._n_promised += len(drivers)
         self._loop.post(keep)
+
+    def check_room(self, n_sequences: int, n_limit: int) -> None:
+        """Raise a `QueueFullError` where more than `n_limit` sequences would wait for a slot. From any thread."""
+        n_waiting, n_room = self._room(n_limit)
+        if n_sequences > n_room:
+            raise QueueFullError(n_waiting, n_limit, n_sequences)
 
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences while no more than `n_limit` wait for a slot; return when the last one is queued.

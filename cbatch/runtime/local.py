@@ -264,6 +264,11 @@ class LocalRuntime:
         now = time.perf_counter() - asked.age_s
         made = [self._of_prompt(asked, i, now) for i in range(len(asked.prompts))]
         items = {i: item for i, item in enumerate(made) if isinstance(item, list)}
+        drivers = [driver for item in items.values() for driver in item]
+        n_limit = self._schedule.max_queue
+        is_rejected = self._schedule.when_full == "reject" and not (asked.is_fed or asked.is_paused)
+        if is_rejected and n_limit is not None:
+            self.orders.check_room(len(drivers), n_limit)  # before a thread tokenizes the prompts
         ids, places = [asked.ids[i] for i in items], [asked.first_place + i for i in items]
         note(self._submitting)
         with self._submitting:
@@ -273,7 +278,6 @@ class LocalRuntime:
             for i, error in enumerate(made)
             if isinstance(error, ConfigError)
         ]
-        drivers = [driver for item in items.values() for driver in item]
         if asked.is_checked:
             for driver in drivers:
                 driver.is_early = True

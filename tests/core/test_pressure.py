@@ -173,6 +173,27 @@ def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
 
 
 @thread_only(Reason.BY_HAND)
+def test_prompts_of_a_rejected_batch_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, seen = SteppedBackend(1, 64, 64), list[str]()
+    tokenize = backend.vocab.tokenize
+
+    def noted(text: str) -> list[int]:
+        seen.append(text)
+        return tokenize(text)
+
+    monkeypatch.setattr(backend.vocab, "tokenize", noted)
+    schedule = ScheduleOptions(max_queue=1, when_full="reject")
+    engine = engine_on(backend, options=GREEDY, schedule=schedule)
+    engine.run(["a", "b"])
+    backend.wait_for_run()
+    with pytest.raises(QueueFullError):
+        engine.run(["x", "y"])
+    backend.let(1000)
+    engine.close()
+    assert {"a"} <= {*seen} <= {"a", "b"}
+
+
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
     backend = SteppedBackend(1, 64, 64)
