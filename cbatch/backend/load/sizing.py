@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 N_LOOKED_AT = 1024
 """Most prompts that are read: enough to know a job by, and tokenized in a second."""
 
+N_TOKENS_READ = 2**22
+"""Tokens after which no further prompt is read, so that long prompts do not delay the load by minutes. Our choice."""
+
+_N_CHARACTERS_READ = 2**24
+"""Most characters that are read of one prompt: no window holds their tokens. Our choice."""
+
 DEFAULT_OUTPUT = 512
 """Tokens to expect after a prompt that has no `max_tokens`."""
 
@@ -273,11 +279,18 @@ def choose_kv(
 
 def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     """Return what these prompts need; prompts that cannot be tokenized are left out."""
-    prompts = look_ahead.prompts[:N_LOOKED_AT]
-    read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
+    prompts: list[tuple[BatchPrompt, RunOptions]] = []
+    read: list[tuple[Sequence[int], RunOptions]] = []
+    n_tokens = 0
+    for prompt, options in look_ahead.prompts[:N_LOOKED_AT]:
+        if n_tokens >= N_TOKENS_READ:
+            break
+        prompts.append((prompt, options))
+        if tokens := _tokens(vocab, prompt, options):
+            read.append((tokens, options))
+            n_tokens += len(tokens)
     n_answers = max(1, sum(options.n_choices for _, options in read))
     n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
-    n_tokens = sum(len(tokens) for tokens, _ in read)
     n_output = sum(o.n_choices * (o.max_tokens or DEFAULT_OUTPUT) for _, o in read)
     n_common = n_common_tokens([tokens for tokens, _ in read])
     n_own = n_tokens - n_common
@@ -311,7 +324,7 @@ def _n_needed(n_prompt: int, options: RunOptions) -> int:
 def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
     try:
         if prompt.prompt is not None:
-            return vocab.tokenize(prompt.prompt)
+            return vocab.tokenize(prompt.prompt[:_N_CHARACTERS_READ])
         messages = shown_messages(prompt.messages or ())
         return prompt.tokens or vocab.render(messages, options.template_variables)
     except CBatchError:  # the request of this prompt will report it

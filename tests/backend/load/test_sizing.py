@@ -219,6 +219,9 @@ def test_prompts_that_are_looked_at_are_counted_with_their_answers(
     some = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
     found = WorkloadProfile(21, 10 / 2, (11 + 21) / 2, is_all=False)
     assert read_profile(model.vocab, some) == found
+    monkeypatch.setattr(sizing, "N_LOOKED_AT", 3)
+    monkeypatch.setattr(sizing, "N_TOKENS_READ", 30)
+    assert read_profile(model.vocab, some) == found
 
 
 def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
