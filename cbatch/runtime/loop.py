@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from cbatch.core.plan import StepPlan
 from cbatch.errors import EngineClosedError, InsideStepError, words_of
 from cbatch.options import DryBreakers, Grammar
 from cbatch.runtime.cache_io import CacheIo
@@ -545,15 +546,14 @@ class Loop:
 
     def _save_last(self) -> None:
         """Have the cells copied out that are to be stored of requests that have just ended."""
-        plan = self._scheduler.plan(self._clock())
-        if plan is None or not plan.step.saves:
-            return
+        step = StepPlan(())
         try:
-            result = self._backend.run(plan.step)
-        except Exception:  # the backend has failed before
-            self._batcher.lose_cells(plan.step)
-        else:
-            self._scheduler.apply(plan, result, self._clock())
+            plan = self._scheduler.plan(self._clock())
+            if plan is not None and plan.step.saves:
+                step = plan.step
+                self._scheduler.apply(plan, self._backend.run(step), self._clock())
+        except Exception:  # what ended the loop may fail again
+            self._batcher.lose_cells(step)
 
     def _end_requests(self) -> None:
         self.waiters.wake()

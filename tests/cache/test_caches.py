@@ -20,6 +20,7 @@ import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import KvCapabilities
+from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.span import PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import Policy
@@ -28,6 +29,7 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     DuplicateIdError,
+    PlanError,
     PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 
     from cbatch.cache.cell_file import CachedCells, Fingerprint
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.scheduler import Plan
     from cbatch.core.span import Span
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
@@ -588,6 +591,28 @@ def test_close_with_a_disk_that_is_full_loses_no_answer(
     [result] = any_way.results(response)
     assert (result.finish_reason, result.error) == ("cancelled", None)
     assert "No space left" in result.warnings[-1]
+
+
+def test_plan_that_fails_at_close_ends_savers_and_frees_the_backend(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ContinuousBatchScheduler.plan
+
+    def fails_last(scheduler: ContinuousBatchScheduler, now: float) -> Plan | None:
+        if scheduler.batcher.storing:
+            raise PlanError("no plan")
+        return plan(scheduler, now)
+
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    backend = backend_of(engine, GatedBackend)
+    response = engine.run([saver()])
+    first_chunk(response)
+    monkeypatch.setattr(ContinuousBatchScheduler, "plan", fails_last)
+    engine.close()
+    [result] = any_way.results(response)
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    assert "could not be copied" in result.warnings[-1]
+    assert backend.is_closed
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])
