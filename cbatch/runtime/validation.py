@@ -225,9 +225,11 @@ def _are_logprobs(found: object, n_tokens: int, *, is_asked: bool = True) -> boo
 
 def check_extension(result: BatchResult, n_tokens: int) -> int:
     """Return the number of tokens to add to a result; refuse an answer that is complete or cannot be continued."""
-    n_more = int_of(n_tokens)
-    if n_more is None or not 1 <= n_more <= MAX_INT:
-        raise ConfigError(f"extend takes a number of tokens, 1 … {MAX_INT}, not {shown(n_tokens)}")
+    n_more, n_most = int_of(n_tokens), MAX_INT - result.usage.completion_tokens
+    if n_more is None or not 1 <= n_more <= n_most:
+        raise ConfigError(
+            f"extend takes a number of tokens to add, 1 … {n_most}, not {shown(n_tokens)}"
+        )
     if result.error is not None:
         raise ConfigError(
             f"result {result.id!r} ended by {result.finish_reason!r} with an error and cannot be extended: "

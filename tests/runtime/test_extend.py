@@ -401,10 +401,10 @@ def test_result_of_a_prompt_that_was_never_queued_is_refused(any_way: Place) -> 
 def test_what_is_no_result_or_no_number_of_tokens_is_refused(place: Place) -> None:
     engine = place.engine()
     result = place.result(engine, text_of(40))
-    numbers: list[Any] = [0, -1, 1.0, "5", True, None, 2**31, 2**70]
+    numbers: list[Any] = [0, -1, 1.0, "5", True, None, 2**31 - 1, 2**31, 2**70]
     others: list[Any] = [None, "0", 3, [], ("0",)]
     for given in [*((result, n) for n in numbers), *((other, 5) for other in others)]:
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="extend takes"):
             engine.extend(*given)
     assert extended(place, engine, result, 5).token_ids == expected(text_of(40), 11)
 
