@@ -26,8 +26,11 @@ V = TypeVar("V")
 N_REFUSED_MAX = 64
 """Most requests refused before one plan, so that a step does not wait for many of them."""
 
+_N_FILE_TOKENS_MAX = 2**20
+"""Tokens of files on disk that are remembered, so that a file whose cells are in memory is not read: some 40 MB."""
+
 _N_FILES_MAX = 256
-"""Files on disk whose tokens are remembered, so that a file whose cells are in memory is not read."""
+"""Most of these files."""
 
 _N_GRAMMARS_MAX = 32
 """Compiled grammars that are kept for later requests: each holds up to some ten MiB. Our choice."""
@@ -271,8 +274,11 @@ class SequenceWants:
 class _Ordered(Generic[C, V]):
     """Sequences that wait for a file or a grammar. Each is ordered once, and recent results are remembered."""
 
-    def __init__(self, reason: Wait, n_known_max: int) -> None:
-        self._reason, self._n_known_max = reason, n_known_max
+    def __init__(
+        self, reason: Wait, n_known_max: int, size: Callable[[V], int] = lambda _: 1
+    ) -> None:
+        """Start with nothing known; results of at most `n_known_max` in `size` are remembered, and the last one."""
+        self._reason, self._n_known_max, self._size = reason, n_known_max, size
         self._drivers: dict[C, list[SequenceDriver]] = {}
         self.known: dict[C, V] = {}
         """Recent results, learned longest ago first. Read-only outside this class."""
@@ -296,11 +302,12 @@ class _Ordered(Generic[C, V]):
         return [*_waiting(self._drivers.pop(wanted, ()), self._reason)]
 
     def learn(self, wanted: C, found: V) -> None:
-        """Remember a result, and forget the oldest if there are too many."""
+        """Remember a result, and forget the oldest if they are too much."""
         self.known.pop(wanted, None)
         self.known[wanted] = found
-        if len(self.known) > self._n_known_max:
-            del self.known[next(iter(self.known))]
+        n_more = sum(map(self._size, self.known.values())) - self._n_known_max
+        while n_more > 0 and len(self.known) > 1:
+            n_more -= self._size(self.known.pop(next(iter(self.known))))
 
 
 def _waiting(drivers: Sequence[SequenceDriver], reason: Wait) -> Iterator[SequenceDriver]:
@@ -313,7 +320,9 @@ class FileWants:
 
     def __init__(self, batcher: MultiRequestBatcher, orders: deque[Want]) -> None:
         self._batcher, self._orders = batcher, orders
-        self._reads: _Ordered[CacheRef, CacheEntry] = _Ordered(Wait.CACHE, _N_FILES_MAX)
+        self._reads: _Ordered[CacheRef, CacheEntry] = _Ordered(
+            Wait.CACHE, _N_FILE_TOKENS_MAX, _size_of
+        )
 
     def must_read(self, driver: SequenceDriver, n_found: int) -> bool:
         """Whether a sequence that could get a slot should wait for cells from disk. Changes nothing.
@@ -438,6 +447,11 @@ def _may_read(driver: SequenceDriver) -> bool:
     if options.cache_key is None or driver.is_done_with_disk or driver.has_run or driver.output:
         return False
     return options.n_prompt_logprobs is None  # a scored prompt is computed as a whole
+
+
+def _size_of(found: CacheEntry) -> int:
+    """Return the tokens of a file, at least those of an average one of the most files."""
+    return max(len(found.tokens), _N_FILE_TOKENS_MAX // _N_FILES_MAX)
 
 
 def _warn(driver: SequenceDriver, error: CacheError) -> None:

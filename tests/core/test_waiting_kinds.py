@@ -407,3 +407,13 @@ def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
         fetches.learn(CacheRef(str(i)), FILE)
     assert fetches.why_useless(rig.drivers["0"]) is None  # it is asked for again
     assert fetches.why_useless(rig.drivers["1"]) is not None
+
+
+def test_tokens_of_files_that_are_remembered_are_bounded() -> None:
+    rig = make_rig(1)
+    fetches = rig.wants.files
+    rig.submit(*(reader(key, 0, key) for key in ("small", "large")))
+    fetches.learn(CacheRef("small"), FILE)
+    fetches.learn(CacheRef("large"), CacheEntry(range(1, 2**20), 9))
+    assert fetches.why_useless(rig.drivers["small"]) is None
+    assert fetches.why_useless(rig.drivers["large"]) is not None
