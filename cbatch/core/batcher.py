@@ -353,7 +353,7 @@ class MultiRequestBatcher:
         if driver is None or driver.status is Status.PAUSED:
             return False
         if self._is_queued(driver):
-            self.queue.remove(driver)
+            self.queue.set_aside(driver)
         driver.undergo(Event.PAUSE)
         self._running = None
         return True
@@ -369,7 +369,11 @@ class MultiRequestBatcher:
         driver.go_on_for(driver.request.options.pause_every if n_tokens is None else n_tokens)
         if driver.slot is None:
             driver.undergo(Event.REQUEUE)
-            if driver.waits_for is None:
+            if driver.waits_for is not None:
+                pass  # `go_on` queues it
+            elif driver.kept_rank is None and not driver.has_run:
+                self.queue.add([driver])  # it was paused before it was queued
+            else:
                 self.queue.put_back(driver)
         else:
             driver.undergo(Event.RESUME)

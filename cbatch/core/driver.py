@@ -160,6 +160,8 @@ class SequenceDriver:
     """Prompt tokens that the engine had computed when the sequence first got a slot."""
     n_preempted: int = 0
     """How often the sequence lost its slot because the pool was full."""
+    kept_rank: tuple[float, int] | None = None
+    """Its place in the queue while it is paused there."""
     n_overtaken: int = 0
     """Sequences that were admitted while this one waited for cells at the head of the queue."""
     scores: PromptScores | None = None

@@ -133,8 +133,12 @@ class AdmissionQueue:
                 line.appendleft(entries[0])
 
     def put_back(self, driver: SequenceDriver) -> None:
-        """Insert a returning sequence, before all new ones; use `add` for a sequence whose turn has ended."""
-        self._ranks[driver] = (-math.inf, driver.number)
+        """Insert a returning sequence: at the place where it was paused, or before all new ones.
+
+        Use `add` for a sequence whose turn has ended.
+        """
+        self._ranks[driver] = driver.kept_rank or (-math.inf, driver.number)
+        driver.kept_rank = None
         insort(self._lines[driver.chosen_slot], self._entry(driver))
 
     def remove(self, driver: SequenceDriver) -> None:
@@ -142,6 +146,11 @@ class AdmissionQueue:
         line = self._lines[driver.chosen_slot]
         del line[bisect_left(line, self._entry(driver))]
         del self._ranks[driver]
+
+    def set_aside(self, driver: SequenceDriver) -> None:
+        """Remove a sequence, which must be there; `put_back` gives it its place again."""
+        driver.kept_rank = self._ranks[driver]
+        self.remove(driver)
 
     def remove_all(self, drivers: Iterable[SequenceDriver]) -> None:
         """Remove sequences, which must be there; many at once cost one pass over the queue."""

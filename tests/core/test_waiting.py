@@ -238,6 +238,29 @@ def test_paused_one_keeps_its_slot_while_cells_for_the_next_are_read() -> None:
     drive(rig)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "shortest", "priority", "round_robin"])
+def test_paused_in_the_queue_and_resumed_keeps_its_place(policy: str) -> None:
+    rig = make_scheduler(1, policy=policy)
+    rig.submit(*make_sequences(5, max_tokens=1))
+    for id in "3234":
+        assert rig.batcher.pause(id)
+        assert rig.batcher.resume(id)
+    drive(rig)
+    assert [*rig.results] == [*"01234"]
+
+
+def test_paused_before_it_was_queued_goes_behind_those_that_were() -> None:
+    made = held(Wait.COMPILE, 6)
+    rig = made.rig
+    rig.batcher.pause("0")
+    made.release()
+    step(rig)
+    assert rig.drivers["0"].waits_for is None
+    assert rig.batcher.resume("0")
+    drive(rig)
+    assert [*rig.results] == [*"123450"]
+
+
 def test_paused_in_the_queue_is_passed_and_goes_first_once_resumed() -> None:
     rig = rig_of(1, 4)
     one_step(rig)
