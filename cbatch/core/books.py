@@ -168,9 +168,15 @@ class KvLedger:
             return self.n_cells[slot]
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
-    def n_in_use(self, copied: Collection[Slot] = ()) -> int:
-        """Return the number of distinct cells of slots in use or in `copied`; 0 unless the pool is overcommitted."""
-        slots = (s for s, d in enumerate(self.holders) if d is not None or s in copied)
+    def n_in_use(
+        self, copied: Collection[Slot] = (), leaving: Collection[SequenceDriver] = ()
+    ) -> int:
+        """Return the number of distinct cells of slots in use or in `copied`; 0 unless the pool is overcommitted.
+
+        `leaving` sequences count as gone.
+        """
+        in_use = (d is not None and d not in leaving for d in self.holders)
+        slots = (s for s, is_used in enumerate(in_use) if is_used or s in copied)
         used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())
 

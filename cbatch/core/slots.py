@@ -325,7 +325,7 @@ class SlotPlan:
     def _place_in_paused(self, driver: SequenceDriver, reserved: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can be admitted; take none if that is not enough."""
         paused = self._paused(driver.chosen_slot)
-        if not paused:
+        if not (paused and self._fits_without(paused, driver)):
             return False
         before, n_left = (self.cells, self.ledger, self._n_saved_bytes), len(self.leaves)
         self._branch()
@@ -337,6 +337,12 @@ class SlotPlan:
         del self.leaves[n_left:]
         return False
 
+    def _fits_without(self, paused: Collection[SequenceDriver], driver: SequenceDriver) -> bool:
+        """Whether the pool may have room for a sequence once all these have left their slots; makes no view."""
+        source = self.cells.prefixes.find(driver).source
+        n_shared = source.n_cells if source else 0
+        return self._demand(paused).fits(driver, self.ledger, n_shared, paused)
+
     def _paused(self, slot: Slot | None = None) -> list[SequenceDriver]:
         """Return the paused sequences with slots; the one in `slot` comes first."""
         had_none_paused = len(self.running) == self.batcher.cells.ledger.n_used_slots
@@ -345,11 +351,11 @@ class SlotPlan:
         paused = [d for d in self.ledger.holders if d is not None and d.status is Status.PAUSED]
         return sorted(paused, key=lambda d: d.slot != slot)
 
-    def _demand(self) -> Demand:
-        """Return the demand for cells of sequences with slots; admitted sequences are added to it."""
+    def _demand(self, leaving: Collection[SequenceDriver] = ()) -> Demand:
+        """Return the demand of sequences with slots but for `leaving` ones; admitted sequences are added to it."""
         demand = Demand(self.batcher.demand)
         for driver in self.ledger.holders if self.ledger.is_overcommitted else ():
-            if driver is not None:
+            if driver is not None and driver not in leaving:
                 demand.join(driver, self.n_computed(driver))
         return demand
 
@@ -466,7 +472,13 @@ class Demand:
             driver, is_worst_case=True
         )
 
-    def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
+    def fits(
+        self,
+        driver: SequenceDriver,
+        ledger: KvLedger,
+        n_shared: int = 0,
+        leaving: Collection[SequenceDriver] = (),
+    ) -> bool:
         """Return whether the pool has room for `driver`; `n_shared` of its cells are in other slots already."""
         if not ledger.is_overcommitted:
             return True
@@ -474,7 +486,7 @@ class Demand:
         n_coming = self._n_coming_at_worst if is_worst_case else self._n_coming
         n_new = min(driver.n_tokens, driver.n_window) - n_shared
         n_new += self._estimator.n_expected(driver, is_worst_case=is_worst_case)
-        return ledger.n_in_use() + n_coming + n_new <= ledger.n_pool
+        return ledger.n_in_use(leaving=leaving) + n_coming + n_new <= ledger.n_pool
 
 
 def choose_victim(ledger: KvLedger) -> SequenceDriver | None:

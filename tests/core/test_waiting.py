@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.core.cell_ops import SlotCells
 from cbatch.core.driver import Status, Wait
 from cbatch.errors import PromptTooLongError, RequestCancelledError
 from tests.helpers import (
@@ -222,6 +223,28 @@ def test_paused_one_keeps_its_slot_where_nobody_can_enter_by_it(n_paused: int) -
     for request in requests:
         n_output = request.options.max_tokens or 0
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, n_output))
+
+
+def test_plan_tries_no_slots_of_paused_ones_where_all_are_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = make_scheduler(8, 60, 64, memory=shared_pool(60), admission="reserve")
+    rig.submit(make_request("runs", max_tokens=20), *make_sequences(4, max_tokens=3))
+    one_step(rig)
+    for i in range(4):
+        rig.batcher.pause(str(i))
+    rig.submit(make_request("big", [1] * 20, max_tokens=34))
+    made: list[SlotCells] = []
+    view = SlotCells.view
+
+    def counted(cells: SlotCells) -> SlotCells:
+        made.append(cells)
+        return view(cells)
+
+    monkeypatch.setattr(SlotCells, "view", counted)
+    one_step(rig)
+    assert rig.drivers["big"].status is Status.WAITING
+    assert not made
 
 
 def test_paused_one_keeps_its_slot_while_cells_for_the_next_are_read() -> None:
