@@ -267,6 +267,15 @@ class RequestFailedError(RequestError):
     """The request could not be computed; the cause, if any, is chained."""
 
 
+def failure_of(what: str, cause: BaseException) -> CBatchError:
+    """Return the error of a request whose work raised `cause`; one that is not cbatch's own is chained to `what`."""
+    if isinstance(cause, CBatchError):
+        return cause
+    failure = RequestFailedError(f"{what}: {words_of(cause)}")
+    failure.__cause__ = cause
+    return failure
+
+
 class PromptError(RequestFailedError):
     """The prompt cannot be tokenized: it would fail again anywhere."""
 

@@ -139,8 +139,17 @@ class BatchResponse:
 
         A generator's results are forgotten as they are given out, so that memory does not grow.
         """
+        return self.completed_as(lambda result: result)
+
+    def completed_as(self, made: Callable[[BatchResult], T]) -> Reader[T]:
+        """Do as `as_completed`, with what `made` returns for each result."""
         box = self._mailbox
-        return Reader(box, box.has_result, box.take_result, self._close_display)
+
+        def take() -> T | None:
+            result = box.take_result()
+            return None if result is None else made(result)
+
+        return Reader(box, box.has_result, take, self._close_display)
 
     def results(
         self, *, timeout: float | None = None, return_errors: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.errors import RequestFailedError, words_of
+from cbatch.errors import failure_of
 from cbatch.runtime.choices import Members
 from cbatch.runtime.mailbox import Parcel, refused
 from cbatch.runtime.output import make_logprobs, make_scores, result_of, take_chunk
@@ -79,8 +79,7 @@ def _last_parcel(driver: SequenceDriver, place: int) -> Parcel:
         last = take_chunk(driver)
         return [last] if last else [], [(place, result_of(driver))]
     except Exception as error:
-        failure = RequestFailedError(f"the answer could not be made into text: {words_of(error)}")
-        failure.__cause__ = error
+        failure = failure_of("the answer could not be made into text", error)
         return refused(driver.request.id, place, failure)
 
 

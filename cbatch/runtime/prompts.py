@@ -10,7 +10,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
+from cbatch.errors import CBatchError, PromptTooLongError, failure_of
 from cbatch.media import shown_messages
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.prompt_fit import N_WINDOWS, output_cap, set_prompt
@@ -225,10 +225,7 @@ def is_slow(found: FoundPrompt | CBatchError) -> bool:
 def _failure(error: Exception) -> CBatchError:
     if isinstance(error, CBatchError):
         drop_frames(error)  # they hold the file's bytes, and what was decoded of it
-        return error
-    failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
-    failure.__cause__ = error
-    return failure
+    return failure_of("the prompt could not be prepared", error)
 
 
 class PromptLanes:

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
+from cbatch.errors import CBatchError, EngineClosedError, failure_of
 from cbatch.messages import BatchPrompt, Prompt, as_id, as_prompt
 from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.ids import Ids, RequestId, check_own, own_id
@@ -250,11 +250,7 @@ class Submitter:
 
 def as_failure(error: Exception) -> CBatchError:
     """Return the error of a refused prompt as one for its result."""
-    if isinstance(error, CBatchError):
-        return error
-    failure = RequestFailedError(f"the prompt could not be read: {words_of(error)}")
-    failure.__cause__ = error
-    return failure
+    return failure_of("the prompt could not be read", error)
 
 
 def _nothing() -> None:

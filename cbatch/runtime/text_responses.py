@@ -23,37 +23,6 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=EmbedResult | RerankResult)
 
 
-class TextReader(Generic[R]):
-    """Iterates over results in order of completion, with `for` or `async for`; each is given out once.
-
-    Leaving before the end cancels the texts that have not ended, as with `Reader`.
-    """
-
-    def __init__(self, results: Reader[BatchResult], made: Callable[[BatchResult], R]) -> None:
-        self._results = results
-        self._made: Callable[[BatchResult], R] = made
-
-    def __iter__(self) -> TextReader[R]:
-        return self
-
-    def __aiter__(self) -> TextReader[R]:
-        return self
-
-    def __next__(self) -> R:
-        return self._made(next(self._results))
-
-    async def __anext__(self) -> R:
-        return self._made(await self._results.__anext__())
-
-    def close(self) -> None:
-        """Leave: cancel the texts that have not ended. No effect a second time."""
-        self._results.close()
-
-    async def aclose(self) -> None:
-        """Leave, for `contextlib.aclosing`."""
-        self._results.close()
-
-
 class TextResponse(ABC, Generic[R]):
     """Results that are being computed: iterate over them as they end, call `results()`, or `await` this object.
 
@@ -81,11 +50,11 @@ class TextResponse(ABC, Generic[R]):
         """Results that an iteration gives out without waiting."""
         return self._response.n_unread
 
-    def __iter__(self) -> TextReader[R]:
-        return TextReader(self._response.as_completed(), self._made)
+    def __iter__(self) -> Reader[R]:
+        return self._response.completed_as(self._made)
 
-    def __aiter__(self) -> TextReader[R]:
-        return TextReader(self._response.as_completed(), self._made)
+    def __aiter__(self) -> Reader[R]:
+        return self._response.completed_as(self._made)
 
     def __await__(self) -> Generator[Any, None, list[R]]:
         """Wait in an event loop, as `results()` does. A task that is cancelled here cancels the texts."""

@@ -29,9 +29,8 @@ from cbatch.errors import (
     EngineClosedError,
     PromptError,
     RequestCancelledError,
-    RequestFailedError,
     TextTooLongError,
-    words_of,
+    failure_of,
 )
 from cbatch.response import BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.commands import FairLock
@@ -80,6 +79,8 @@ _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
 
 _N_ENDED_MIN = 64
+
+_NOT_COMPUTED = "the text could not be computed"
 
 _IDLE_S = 0.05
 """Seconds without a text after which the thread ends: where it computes, its team of OpenMP's slows down others."""
@@ -335,7 +336,7 @@ class Texts:
             except EngineClosedError as error:
                 self._end_all(None if error.__cause__ is None else error)
             except BaseException as error:  # a bug: nobody may wait for ever
-                self._end_all(_failure(error))
+                self._end_all(failure_of(_NOT_COMPUTED, error))
             with self._lock:
                 if not self._is_closed and not self._queue.waiting:
                     self._changed.wait(_IDLE_S)
@@ -443,7 +444,7 @@ class Texts:
         except Exception as error:
             if len(own) > 1:
                 return self._each_alone(own.values())
-            return dict.fromkeys(own, _failure(error))
+            return dict.fromkeys(own, failure_of(_NOT_COMPUTED, error))
         self._stats.embed_s += took_s
         self._stats.n_text_tokens += sum(len(text.tokens) for text in own.values())
         checked = dict(zip(own, map(_checked, vectors), strict=True))
@@ -497,7 +498,7 @@ class Texts:
 
     def _drop(self, text: WaitingText, error: BaseException) -> None:
         if self._take(text):
-            self._end(text, "error", _failure(error))
+            self._end(text, "error", failure_of(_NOT_COMPUTED, error))
 
     # ---- tokens ----
 
@@ -702,11 +703,3 @@ def _as_asked(vector: NDArray[np.float32], text: WaitingText) -> bytes:
         length = np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)
         vector = np.asarray(vector / np.where(length > 0, length, 1), np.float32)
     return vector.astype("<f4").tobytes()
-
-
-def _failure(error: BaseException) -> CBatchError:
-    if isinstance(error, CBatchError):
-        return error
-    failure = RequestFailedError(f"the text could not be computed: {words_of(error)}")
-    failure.__cause__ = error
-    return failure

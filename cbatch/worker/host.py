@@ -18,13 +18,11 @@ from msgspec import Struct
 
 from cbatch.embedding import TextSettings
 from cbatch.errors import (
-    CBatchError,
     ConfigError,
     DuplicateIdError,
     EngineClosedError,
     NoThreadError,
-    RequestFailedError,
-    words_of,
+    failure_of,
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -345,9 +343,8 @@ class Host:
         *,
         may_pass: bool = False,
     ) -> None:
-        if error is not None and not isinstance(error, CBatchError):
-            cause, error = error, RequestFailedError(f"a bug of cbatch: {words_of(error)}")
-            error.__cause__ = cause
+        if error is not None:
+            error = failure_of("a bug of cbatch", error)
         if error is not None and number is None:
             self._outbox.fail(error)
         elif error is not None:
