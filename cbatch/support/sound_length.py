@@ -6,32 +6,41 @@ import base64
 
 _N_HEAD = 2**10
 _N_END = 2**17
-"""Characters of base64 at the beginning and the end that are looked at; a page of OGG has at most 65,307 bytes."""
+"""Bytes at the beginning and the end that are looked at; a page of OGG has at most 65,307."""
 
 
-def told_samples(data: str) -> int | None:
-    """Return how many samples, of all channels, base64 of a FLAC or OGG file says it has; None where it does not say.
+def told_samples(file: str | bytes) -> int | None:
+    """Return how many samples, of all channels, a FLAC or OGG file says it has; None where it does not say.
 
     0 for other formats: the samples of these are at most some dozen for each byte.
+
+    Args:
+        file: its bytes, or base64 of them.
     """
     try:
-        head = base64.b64decode(data[:_N_HEAD])
+        head = _part(file, 0, _N_HEAD)
         if head.startswith(b"ID3"):  # a tag, behind which any format may follow
             n_tag = 10 + sum(
                 (b & 127) << shift for b, shift in zip(head[6:10], (21, 14, 7, 0), strict=True)
             )
-            start = n_tag // 3 * 4
-            head = base64.b64decode(data[start : start + _N_HEAD])[n_tag % 3 :]
+            head = _part(file, n_tag, _N_HEAD)
             if head.startswith(b"ID3"):
                 return None
         if head.startswith(b"fLaC"):
             return _of_flac(head)
         if head.startswith(b"OggS"):
-            n_end = len(data) - max(0, len(data) - _N_END) // 4 * 4
-            return _of_ogg(head, base64.b64decode(data[-n_end:]))
+            n_bytes = len(file) // 4 * 3 if isinstance(file, str) else len(file)
+            return _of_ogg(head, _part(file, max(0, n_bytes - _N_END), _N_END))
     except ValueError:  # no base64: the request will be refused
         pass
     return 0
+
+
+def _part(file: str | bytes, start: int, n_bytes: int) -> bytes:
+    if isinstance(file, bytes):
+        return file[start : start + n_bytes]
+    quartets = slice(start // 3 * 4, (start + n_bytes + 2) // 3 * 4)
+    return base64.b64decode(file[quartets])[start % 3 :][:n_bytes]
 
 
 def _of_flac(head: bytes) -> int | None:

@@ -20,7 +20,9 @@ def file_of(n: int, n_channels: int, kind: str, subtype: str | None = None) -> b
 
 
 def told(data: bytes) -> int | None:
-    return told_samples(base64.b64encode(data).decode())
+    found = told_samples(base64.b64encode(data).decode())
+    assert found == told_samples(data)
+    return found
 
 
 def tagged(data: bytes, n: int) -> bytes:

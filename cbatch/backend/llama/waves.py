@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.errors import ConfigError, PromptError, words_of
+from cbatch.support.sound_length import told_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,7 @@ def samples_of(data: bytes, rate: int, *, are_samples: bool = False) -> NDArray[
     samples = _bare(data, rate) if are_samples else _decoded(data, rate)
     if not np.isfinite(samples).all():
         raise PromptError("a sound has samples that are not finite numbers")
-    if (loudest := float(np.abs(samples).max())) > _LOUDEST:
+    if (loudest := float(max(samples.max(), -samples.min()))) > _LOUDEST:
         raise PromptError(f"a sound has samples up to {loudest:,.0f}: they must be from -1 to 1")
     n_missing = int(_SHORTEST_S * rate) - len(samples)
     return np.pad(samples, (0, max(0, n_missing)))
@@ -78,7 +79,7 @@ def _decoded(data: bytes, rate: int) -> NDArray[np.float32]:
     _check_whole(data)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _check_header(file)
+            _check_header(file, told_samples(data))
             if file.samplerate == rate:
                 parts = [*_blocks(file)]
             else:
@@ -97,18 +98,21 @@ def _decoded(data: bytes, rate: int) -> NDArray[np.float32]:
 
 
 def _blocks(file: Any) -> Iterator[NDArray[np.float32]]:
-    """Yield the samples of a file, all channels in one; refuse one that goes on for too long, or ends too early."""
+    """Yield the samples of a file, all channels in one; refuse one that goes on, or ends before its header says."""
     n_read, n_told = 0, file.frames
     while len(block := file.read(_N_BLOCK, dtype="float32", always_2d=True)):
         n_read += len(block)
-        _check_length(n_read / file.samplerate)
-        _check_samples(n_read, file)
+        if n_read > n_told:  # libsndfile repeats a part of OGG whose pages are counted wrongly
+            raise PromptError(
+                f"a sound is damaged: its header says {n_told:,} samples, but it has more"
+            )
         yield block.mean(axis=1)
     if file.format == "FLAC" and n_read < n_told:
         raise PromptError(f"a sound is cut off: it has {n_read:,} of {n_told:,} samples")
 
 
-def _check_header(file: Any) -> None:
+def _check_header(file: Any, n_last: int | None) -> None:
+    """Refuse a file by what its header says, and by the samples of its last page, by which it was given a lane."""
     if not _RATES[0] <= file.samplerate <= _RATES[1]:
         low, high = _RATES
         raise PromptError(
@@ -117,6 +121,11 @@ def _check_header(file: Any) -> None:
     if file.channels > _N_CHANNELS_MAX:
         raise PromptError(
             f"a sound has {file.channels} channels; at most {_N_CHANNELS_MAX} are allowed"
+        )
+    if n_last and file.frames > n_last // file.channels + file.samplerate:  # some begin before 0
+        raise PromptError(
+            f"a sound is damaged, or is several sounds joined: the last page of its OGG file ends at sample "
+            f"{n_last // file.channels:,}, but the first sound has more: save it again as one"
         )
     _check_length(file.frames / file.samplerate)
     _check_samples(file.frames, file)

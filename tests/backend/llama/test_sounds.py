@@ -12,7 +12,6 @@ import pytest
 import soundfile
 
 import cbatch
-from cbatch.backend.llama import waves
 from cbatch.backend.llama.waves import samples_of
 from cbatch.bench.synthetic_projector import SOUND_KINDS, write_projector
 from cbatch.errors import ConfigError, PromptError
@@ -123,6 +122,11 @@ def _with_rate(rate: int) -> bytes:
     return bytes(data)
 
 
+def _short_end() -> bytes:
+    """OGG whose last page says that it ends at the first sample."""
+    return file_of(tone(0, 3), kind="OGG") + b"OggS\0\4" + (1).to_bytes(8, "little")
+
+
 def _many_samples() -> bytes:
     """FLAC that says it has an hour of eight channels at 655,350 Hz."""
     data = bytearray(file_of(np.zeros((4096, 8), np.float32), 48_000, kind="FLAC"))
@@ -148,13 +152,14 @@ def _many_samples() -> bytes:
             file_of(np.zeros(3601 * 1000, np.float32), 1000, kind="FLAC"),
             "longer than 3,600 seconds",
         ),
+        (_short_end(), "OGG file ends at sample 1, but the first sound has more"),
         (_many_samples(), "8 channels at 655,350 Hz; at most 345,600,000 are allowed"),
         (file_of(tone(0) * np.float32(np.nan), subtype="FLOAT"), "not finite numbers"),
         (file_of(tone(0) * 30_000, subtype="FLOAT"), "must be from -1 to 1"),
     ],
     ids=[
         *("text", "amr", "cut-wav", "cut-flac", "cut-ogg", "empty", "header", "channels"),
-        *("slow", "fast", "long", "many", "nan", "loud"),
+        *("slow", "fast", "long", "end", "many", "nan", "loud"),
     ],
 )
 def test_bad_sound_fails_its_own_request(hearing: cbatch.Engine, data: bytes, words: str) -> None:
@@ -180,10 +185,9 @@ class EndlessFile:
         return np.zeros((n, self.channels), np.float32)
 
 
-def test_samples_are_counted_while_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waves, "N_SAMPLES_MAX", 2**20)
+def test_file_is_decoded_as_far_as_its_header_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soundfile, "SoundFile", lambda _: EndlessFile())
-    with pytest.raises(PromptError, match="at most 1,048,576 are allowed"):
+    with pytest.raises(PromptError, match="its header says 1 samples, but it has more"):
         samples_of(b"OggS", RATE)
 
 
