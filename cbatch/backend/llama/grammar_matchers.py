@@ -208,9 +208,15 @@ _WRONG_REGEX = re.compile(
 """An expression of one line, and where it is wrong. Source: the Rust crate regex-syntax, error.rs."""
 
 
+_NO_TOKEN = re.compile(f"token id {2**32 - 1} out of range|the index is {(2**32 - 1) // 32}$")
+"""What llguidance says of the token −1, which llama.cpp gives for text that a vocabulary without `<unk>` lacks."""
+
+
 def readable_problem(message: str) -> str:
     """Return a matcher's message without the dump of its state; of a wrong expression one line, with the place."""
     said = re.split(r"\n<(?:state|non-verbose|backtrace)", message)[0].strip()
     if found := _WRONG_REGEX.search(said):
         return f"{found['why']}, at character {len(found['before']) + 1} of {found['regex']!r}"
+    if _NO_TOKEN.search(said):
+        return "the model's vocabulary has no tokens for a text that must follow"
     return "nothing matches it" if said.startswith("NoExtension") else said

@@ -7,7 +7,8 @@ are checked here; assertions of single architectures are tried in a separate pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cbatch.backend.bindings import llama_cpp
@@ -165,6 +166,28 @@ def vocabulary_faults(header: Header) -> Iterator[str]:
     bytes_of_text = ({f"<0x{byte:02X}>".encode(), bytes([byte])} for byte in range(256))
     if tokenizer == "llama" and any(map(pieces.isdisjoint, bytes_of_text)):
         yield f"is damaged: it has no token for some bytes, at which llama.cpp would crash; {AGAIN}"
+    if tokenizer == "rwkv":
+        yield from _endless_bytes(header.tokens)
+
+
+_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})|\\([^x])|([^\\])", re.DOTALL)
+_NAMED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def _endless_bytes(tokens: Iterable[bytes]) -> Iterator[str]:
+    """Source: llama-vocab.cpp, llama_unescape_rwkv_token, and llm_tokenizer_rwkv_session, which starts again there."""
+    alone: set[bytes] = set()
+    first: set[bytes] = set()
+    for token in tokens:
+        if found := _ESCAPED.match(token):
+            in_hex, named, plain = found.groups()
+            byte = bytes.fromhex(in_hex.decode()) if in_hex else _NAMED.get(named, named) or plain
+            (alone if found.end() == len(token) else first).add(byte)
+    if endless := first - alone:
+        yield (
+            f"is damaged: its tokens begin with the byte 0x{min(endless).hex()}, which is no token itself: llama.cpp "
+            f"would never return from text with it; {AGAIN}"
+        )
 
 
 _RULES = (_kind_of_file, _tensors_in_file, _layers, _experts, _rope_and_norm, vocabulary_faults)

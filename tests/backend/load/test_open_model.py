@@ -262,6 +262,14 @@ def test_model_that_pools_is_for_embeddings_alone(
             },
             "no token for some bytes",
         ),
+        (
+            {
+                "tokenizer.ggml.model": "rwkv",
+                "tokenizer.ggml.tokens": ["\\n\\n", *(f"t{i}" for i in range(1023))],
+                "tokenizer.ggml.token_type": [1] * 1024,
+            },
+            "begin with the byte 0x0a, which is no token itself",
+        ),
     ],
 )
 def test_metadata_that_llama_only_asserts_is_refused(
