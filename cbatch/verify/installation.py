@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,9 @@ _DEVICE_FILES = ("nvidia[0-9]*", "dri/renderD*", "kfd", "dxg")
 _VARIABLES = ("OMP_", "GOMP_", "KMP_", "GGML_", "LLAMA_", "CBATCH_", "CUDA_VISIBLE", "HIP_VISIBLE")
 """Beginnings of environment variables that change what is computed, or how fast."""
 
-_SECRET = "KEY"
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+"""A user and a password in a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class Installation:
     Args:
         versions: of Python and of the packages that compute.
         machine: processor, cores, memory and system, in words.
-        variables: environment variables that matter, but no keys.
+        variables: environment variables that matter, without keys, passwords and the like.
         library: what a trial of llama.cpp's library found; see `cbatch.backend.library_trial.main`.
         answers: by the names of devices, how the shipped model's answer is wrong there; None where it is right.
         native_problem: why cbatch's native library cannot be used; empty if it can.
@@ -125,8 +128,9 @@ def _of_llama() -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    names = sorted(n for n in os.environ if n.startswith(_VARIABLES) and _SECRET not in n)
-    return {name: os.environ[name] for name in names if name != VARIABLE or os.environ[name]}
+    names = sorted(n for n in os.environ if n.startswith(_VARIABLES) and not _SECRET.search(n))
+    told = {name: _LOGIN.sub("…@", os.environ[name]) for name in names}
+    return {name: value for name, value in told.items() if name != VARIABLE or value}
 
 
 def _features() -> frozenset[str]:

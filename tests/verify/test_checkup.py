@@ -192,6 +192,9 @@ def test_doctor_as_lines_names_what_is_wrong_and_what_to_do(tmp_path: Path) -> N
 
 
 @pytest.mark.real
-def test_doctor_tells_no_key() -> None:
-    _, found = run_doctor(CBATCH_API_KEY="secret")
-    assert "secret" not in json.dumps(found)
+def test_doctor_tells_no_secret() -> None:
+    names = ("CBATCH_API_KEY", "LLAMA_ARG_HF_TOKEN", "GGML_SECRET", "LLAMA_PASSWORD", "OMP_AUTH")
+    proxy = "http://user:hidden@host:80/path"
+    _, found = run_doctor(**dict.fromkeys(names, "hidden"), LLAMA_PROXY=proxy)
+    assert "hidden" not in json.dumps(found)
+    assert found["variables"]["LLAMA_PROXY"] == "http://…@host:80/path"
