@@ -139,7 +139,8 @@ def _serve(
     own = options.over(cbatch.RunOptions(temperature=0.0))
     lines = lines_of(source, head)
     shown = text if is_apart else None
-    return LineSession(runtime, fd, shown, own, is_tagged=is_tagged).serve(lines)
+    session = LineSession(runtime, fd, shown, own, is_tagged=is_tagged, hang_up=hang_up)
+    return session.serve(lines)
 
 
 def _serve_clients(

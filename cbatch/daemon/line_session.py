@@ -46,6 +46,7 @@ class LineSession:
         options: RunOptions,
         *,
         is_tagged: bool,
+        hang_up: Callable[[], object] | None = None,
     ) -> None:
         """Make one.
 
@@ -55,8 +56,9 @@ class LineSession:
             text: where text goes; None for frames, which are tagged then.
             options: of every request.
             is_tagged: whether each number comes with the id of its request.
+            hang_up: ends `fd` where its reader takes nothing for a while at the end; None to wait for the reader.
         """
-        self._runtime = runtime
+        self._runtime, self._hang_up = runtime, hang_up
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._ending = SessionEnd.DONE
         self._room = threading.Semaphore(_N_AHEAD)
@@ -92,7 +94,7 @@ class LineSession:
             self._runtime.listen(None)
             self._lines.leave()
             self._machine.settle()  # the next client may use the same ids
-            self._frames.close()
+            self._frames.close(self._hang_up)
         return self._ending
 
     # ---- in other threads ----

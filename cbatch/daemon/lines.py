@@ -278,15 +278,16 @@ class Lines:
     def _cancel_id(self, id: int) -> None:
         """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
         request = self._slots.find(id)
-        waiting = [p for p in self._prompts if p.name == GENERATE and (p.id or 0) == id]
+        others = [p for p in self._prompts if p.name != GENERATE or (p.id or 0) != id]
+        n_waiting = len(self._prompts) - len(others)
+        self._prompts = deque(others)
         self._slots.kept.pop(id, None)
-        for prompt in waiting:
-            self._prompts.remove(prompt)
+        for _ in range(n_waiting):
             self._out.say("cancelled while it waited", id)
             self._out.mark(id, END)
         if request is not None:
             self._cancel([request])
-        elif not waiting:
+        elif not n_waiting:
             self._out.say("cancelled already, or never active", id)
 
     def _cancel(self, requests: Sequence[SlotRequest]) -> None:

@@ -20,6 +20,9 @@ N_LINE_MAX = 64 * 2**20
 N_FRAME_MAX = 2**30
 """Bytes of the longest frame that a client takes: all log-probabilities of a long batch in one. Our choice."""
 
+STALL_S = 30.0
+"""A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""
+
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<Ic")
 """A length, and the first byte of the frame."""

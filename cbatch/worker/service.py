@@ -19,6 +19,7 @@ from cbatch.support.checks import check_path, shown
 from cbatch.support.thread_start import start
 from cbatch.worker.framing import (
     N_LINE_MAX,
+    STALL_S,
     FrameSink,
     framed,
     read_lines,
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
 
     from cbatch.options import RunOptions
     from cbatch.runtime.local import LocalRuntime
-
-STALL_S = 30.0
-"""A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""
 
 
 def hello_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import socket
 import struct
 import threading
 from contextlib import closing, contextmanager
@@ -303,6 +304,17 @@ def test_thread_of_a_session_ends_with_it() -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+def test_client_that_reads_nothing_is_hung_up_on_at_its_end(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.daemon.streams.STALL_S", 0.3)
+    here, there = socket.socketpair()
+    with here, there:
+        hang_up = partial(here.shutdown, socket.SHUT_RDWR)
+        made = LineSession(runtime, here.fileno(), None, GREEDY, is_tagged=True, hang_up=hang_up)
+        assert made.serve([b"LIST_REQUESTS\n"] * 20_000) is SessionEnd.DONE
 
 
 @pytest.mark.parametrize("name", ["cbatch-writer", "cbatch-lines"])
