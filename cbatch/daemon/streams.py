@@ -12,7 +12,7 @@ from typing import BinaryIO
 from cbatch.daemon.line_commands import MAX_LINE
 from cbatch.daemon.lines import END
 from cbatch.support.thread_start import started
-from cbatch.worker.framing import STALL_S, write_some
+from cbatch.worker.framing import STALL_S, FrameSink
 
 N_BACKLOG_MAX = 2**24
 """Bytes that may wait for a reader before no more lines are taken: our choice, over a million frames."""
@@ -61,10 +61,10 @@ class StreamWriter:
         Raises:
             NoThreadError: the system has no more threads.
         """
-        self._fd, self._on_left = fd, on_left
+        self._sink, self._on_left = FrameSink(fd), on_left
         self._changed = threading.Condition()
         self._parts: list[bytes] = []
-        self._n_waiting = self._n_written = 0
+        self._n_waiting = 0
         self._is_closed = self._has_left = False
         self._thread = started(self._run, "cbatch-writer")
 
@@ -86,10 +86,7 @@ class StreamWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        n_before = -1
-        while hang_up is not None and self._thread.is_alive() and self._n_written != n_before:
-            n_before = self._n_written
-            self._thread.join(STALL_S)
+        self._sink.wait_for(self._thread, None if hang_up is None else STALL_S)
         if hang_up is not None and self._thread.is_alive():
             with suppress(OSError):  # the other side is gone
                 hang_up()
@@ -98,11 +95,7 @@ class StreamWriter:
     def _run(self) -> None:
         try:
             while parts := self._take():
-                rest = memoryview(b"".join(parts))
-                while rest:
-                    n_taken = write_some(self._fd, rest)
-                    self._n_written += n_taken
-                    rest = rest[n_taken:]
+                self._sink.write_bytes(b"".join(parts))
         except OSError:
             with self._changed:
                 self._has_left, self._parts, self._n_waiting = True, [], 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator
 
     from cbatch.worker.wire import Frames
@@ -62,18 +63,29 @@ def read_messages(source: BinaryIO, frames: Frames) -> Iterator[bytes | None]:
 class FrameSink:
     """Writes frames to a descriptor, which stays open. One thread at a time."""
 
-    def __init__(self, fd: int, frames: Frames) -> None:
+    def __init__(self, fd: int, frames: Frames = "lines") -> None:
         self._fd, self.frames = fd, frames
         self.n_written = 0
         """Bytes that were taken so far."""
 
     def write(self, frame: bytes) -> None:
         """Write one frame; return when all of it is taken. Raises an OSError where the reader is gone."""
-        data = memoryview(framed(frame, self.frames))
-        while data:
-            n_taken = write_some(self._fd, data[:_N_PIECE])
+        self.write_bytes(framed(frame, self.frames))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write frames with what tells them from each other, as `write` does."""
+        left = memoryview(data)
+        while left:
+            n_taken = _write_some(self._fd, left[:_N_PIECE])
             self.n_written += n_taken
-            data = data[n_taken:]
+            left = left[n_taken:]
+
+    def wait_for(self, writer: threading.Thread, patience_s: float | None) -> None:
+        """Return when the thread that writes here has ended, or nothing was taken for `patience_s` seconds."""
+        n_before = -1
+        while writer.is_alive() and self.n_written != n_before:
+            n_before = self.n_written
+            writer.join(patience_s)
 
     def write_at_once(self, frame: bytes) -> bool:
         """Write a frame where that need not wait for the reader; else return False, and write nothing."""
@@ -97,7 +109,7 @@ def framed(frame: bytes, frames: Frames) -> bytes:
     return frame + b"\n" if frames == "lines" else _LENGTH.pack(len(frame)) + frame
 
 
-def write_some(fd: int, data: memoryview) -> int:
+def _write_some(fd: int, data: memoryview) -> int:
     """Write what a descriptor takes, some or all; return how many bytes. Raises an OSError where the reader is gone."""
     try:
         return os.write(fd, data)

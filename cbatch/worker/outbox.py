@@ -156,10 +156,7 @@ class Outbox:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        n_before = -1
-        while self._thread.is_alive() and self._sink.n_written != n_before:
-            n_before = self._sink.n_written
-            self._thread.join(patience_s)
+        self._sink.wait_for(self._thread, patience_s)
         self._has_left = True
 
     @property

@@ -24,7 +24,6 @@ from cbatch.worker.framing import (
     framed,
     read_lines,
     read_messages,
-    write_some,
 )
 from cbatch.worker.host import Host, LogToOutbox, SessionEnd
 from cbatch.worker.outbox import Outbox
@@ -265,10 +264,8 @@ def refusal(first: bytes, error: CBatchError) -> bytes:
 
 
 def _refuse(first: bytes, sink: int, error: CBatchError) -> None:
-    data = memoryview(refusal(first, error))
     with suppress(OSError):  # the reader has left
-        while data:
-            data = data[write_some(sink, data) :]
+        FrameSink(sink).write_bytes(refusal(first, error))
 
 
 def _ready(runtime: LocalRuntime, frames: Frames) -> Ready:
