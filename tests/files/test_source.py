@@ -203,6 +203,20 @@ def test_file_that_is_cut_off_while_it_is_read_has_not_ended(
             list(items)
 
 
+@pytest.mark.parametrize("n_lines", [20_000, 30_000])
+def test_file_that_is_rewritten_while_it_is_read_has_not_ended(
+    tmp_path: Path, n_lines: int
+) -> None:
+    path = write(tmp_path / "in.txt", "old line\n" * 20_000 + "end\n" * 50_000)
+    with open_source(path) as source:
+        items = iter(source)
+        next(items)
+        with open(path, "r+") as file:
+            file.write("new line\n" * n_lines)
+        with pytest.raises(ConfigError, match="was rewritten while it was read: run the same"):
+            list(items)
+
+
 def test_file_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"prompt": "x"}\n' * 30_000)
     with open_source(path) as source:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import InputLineError
@@ -104,7 +105,8 @@ class InputFile:
         self._ahead: deque[bytes | LongLine] = deque()
         self._raw: io.BufferedReader | None = None
         self._text: io.BufferedReader | None = None
-        self._n_lines = self._n_bytes = 0
+        self._n_lines = self._n_bytes = self._crc = 0
+        self._before: os.stat_result | None = None
         self.is_regular = not is_dash(path) and os.path.isfile(path)
         self.n_bytes = os.path.getsize(path) if self.is_regular else None
 
@@ -115,6 +117,7 @@ class InputFile:
         try:
             self._raw = open_raw(self.path, is_regular=self.is_regular)
             self._text = decompressed(self._raw, self.name)
+            self._before = os.fstat(self._raw.fileno()) if self.is_regular else None
         except OSError as error:
             self.close()
             raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
@@ -142,7 +145,8 @@ class InputFile:
     def lines(self) -> Iterator[bytes | LongLine]:
         """Yield every line with its ending, without the file's BOM; lines read ahead come again.
 
-        ConfigError, which says how much was read, where the file cannot be read to its end, or is shorter than it was.
+        ConfigError, which says how much was read, where the file cannot be read to its end, is shorter than it was, or
+        is not what was read; one to which lines were added is.
         """
         while self._ahead:
             yield self._ahead.popleft()
@@ -152,6 +156,12 @@ class InputFile:
             raise ConfigError(
                 f"{self.name}: was cut off or replaced while it was read: it had {self.n_bytes:,} bytes and now has "
                 f"{self._n_bytes:,}: run the same command again when it is complete"
+            )
+        if (
+            is_plain and self._is_rewritten()
+        ):  # a line may be of one version in part, and in part of another
+            raise ConfigError(
+                f"{self.name}: was rewritten while it was read: run the same command again when it is complete"
             )
 
     def ahead(self) -> Iterator[bytes | LongLine]:
@@ -175,7 +185,7 @@ class InputFile:
     def close(self) -> None:
         """Close the file, but not stdin."""
         self._ahead.clear()
-        self._n_lines = self._n_bytes = 0
+        self._n_lines = self._n_bytes = self._crc = 0
         files, self._raw, self._text = (self._text, self._raw), None, None
         if not is_dash(self.path):
             for file in filter(None, files):
@@ -203,7 +213,19 @@ class InputFile:
         except read_errors() as error:
             raise ConfigError(self._broken(error)) from error
         self._n_bytes += len(line)
+        self._crc = crc32(line, self._crc)
         return line
+
+    def _is_rewritten(self) -> bool:
+        """Whether the file does not begin with what was read of it; it is read again only if it was written to."""
+        if self._raw is None or self._before is None:
+            return False
+        fd, found, start = self._raw.fileno(), 0, 0
+        if os.fstat(fd).st_mtime_ns == self._before.st_mtime_ns:
+            return False
+        while piece := os.pread(fd, min(BUFFER_BYTES, self._n_bytes - start), start):
+            found, start = crc32(piece, found), start + len(piece)
+        return (found, start) != (self._crc, self._n_bytes)
 
     def _past(self, piece: bytes) -> LongLine:
         """Read to the end of the line that begins with this piece."""
