@@ -30,20 +30,19 @@ def run(source: object, model: Path, *args: object) -> Done:
     return invoke("run", source, "-m", model, *SMALL, *args)
 
 
-def test_check_runs_nothing_and_needs_no_output(source: Path, test_model: Path) -> None:
-    done = run(source, test_model, "--check")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "in.jsonl, line 21: not JSON" in done.stderr
-    assert "items   21, 1 wrong: 1 invalid_json_line" in done.stderr
-    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
-
-
-def test_dry_run_says_how_long_it_would_take(source: Path, test_model: Path) -> None:
-    done = run(source, test_model, "--dry-run")
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "sample  20 of 20 items" in done.stderr
-    assert "60 out" in done.stderr
-    assert "MiB of the host" in done.stderr
+@pytest.mark.parametrize(
+    ("flag", "code", "said"),
+    [
+        ("--check", 1, ("line 21: not JSON", "items   21, 1 wrong: 1 invalid_json_line")),
+        ("--dry-run", 0, ("sample  20 of 20 items", "60 out", "MiB of the host")),
+    ],
+)
+def test_look_ahead_tells_and_writes_nothing(
+    source: Path, test_model: Path, flag: str, code: int, said: tuple[str, ...]
+) -> None:
+    done = run(source, test_model, flag)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert all(words in done.stderr for words in said)
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
 
 

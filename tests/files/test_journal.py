@@ -522,16 +522,6 @@ def test_errors_that_are_gone_run_again(tmp_path: Path) -> None:
         assert journal.claim("a", DIGEST, 1) == "new"
 
 
-def test_output_without_its_manifest_is_refused_or_replaced(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
-    (tmp_path / "out.manifest").unlink()
-    with pytest.raises(ConfigError, match=r"out: exists, and no manifest .* \(--force\)"):
-        open_journal(tmp_path)
-    with open_journal(tmp_path, force=True) as journal:
-        write(journal, "b")
-    assert lines(tmp_path / "out") == ["b"]
-
-
 @pytest.mark.parametrize("names", [("out", "errors"), ("out.manifest",)])
 def test_empty_file_is_begun(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
@@ -692,6 +682,7 @@ def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, dam
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ("", r"out: exists, and no manifest .* \(--force\)"),
         ("PRAGMA user_version = 9", "has version 9, but this cbatch knows 1: update"),
         ("DROP TABLE files", r"is damaged, or is not a manifest .* \(--force\)"),
         ("DROP INDEX records_by_key", r"is damaged, or is not a manifest .* \(--force\)"),
@@ -699,11 +690,14 @@ def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, dam
         ("ALTER TABLE settings RENAME TO mine", r"is damaged, or is not a manifest .* \(--force\)"),
     ],
 )
-def test_manifest_that_is_not_as_written_is_refused_or_replaced(
+def test_manifest_that_is_gone_or_not_as_written_is_refused_or_replaced(
     tmp_path: Path, change: str, words: str
 ) -> None:
     fill(tmp_path, "a")
-    change_manifest(tmp_path, change)
+    if change:
+        change_manifest(tmp_path, change)
+    else:
+        (tmp_path / "out.manifest").unlink()
     with pytest.raises(ConfigError, match=words):
         open_journal(tmp_path)
     with open_journal(tmp_path, force=True) as journal:

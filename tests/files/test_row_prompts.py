@@ -31,16 +31,17 @@ def test_any_name_of_a_column_can_be_a_field_and_braces_stay() -> None:
     assert Template("{" + name + "}", [name]).fill({name: "{b} {{"}) == "{b} {{"
 
 
-@pytest.mark.parametrize("field", ["{a.__class__}", "{a[0]}", "{a!r}", "{a:>9}", "{}", "{0}"])
-def test_field_that_is_no_column_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=r"template: there is no column .*; the columns are: a"):
-        fill(field, a="x")
-
-
-@pytest.mark.parametrize("text", ["{a", "a}", "{{a}", "{a}}", "{a{a}}"])
-def test_brace_without_its_pair_is_named_with_its_place(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"at character . is unmatched"):
-        fill(text, a="x")
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["{a.__class__}", "{a[0]}", "{a!r}", "{a:>9}", "{}", "{0}"], "no column .* are: a"),
+        (["{a", "a}", "{{a}", "{a}}", "{a{a}}"], "at character . is unmatched"),
+    ],
+)
+def test_field_that_is_no_column_or_not_closed_is_refused(texts: list[str], words: str) -> None:
+    for text in texts:
+        with pytest.raises(ConfigError, match=words):
+            fill(text, a="x")
 
 
 @pytest.mark.parametrize(

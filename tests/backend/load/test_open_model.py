@@ -200,21 +200,6 @@ def test_model_that_llama_wrote_loads_and_is_the_same(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "reason"),
-    [
-        ({"general.type": "adapter"}, "of type 'adapter'"),
-        ({"tokenizer.ggml.model": "none", "llama.vocab_size": None}, "refuses"),
-        ({"general.architecture": "gemma-embedding"}, "refuses"),
-        ({"general.architecture": "unheard-of"}, "refuses"),
-    ],
-)
-def test_model_that_cannot_generate_is_refused(
-    synth: SynthFactory, metadata: dict[str, object], reason: str
-) -> None:
-    assert reason in _refusal(synth("test", metadata=metadata))
-
-
-@pytest.mark.parametrize(
     ("metadata", "reason", "pooling"),
     [
         ({"llama.attention.causal": False}, "non-causal", None),
@@ -235,12 +220,16 @@ def test_model_that_pools_is_for_embeddings_alone(
         assert (model.can_embed, model.pooling) == (True, pooling)
 
 
-# --- damaged files: llama.cpp would end the process on these ---
+# --- damaged files, at which llama.cpp would end the process, and what it refuses itself ---
 
 
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
+        ({"general.type": "adapter"}, "of type 'adapter'"),
+        ({"tokenizer.ggml.model": "none", "llama.vocab_size": None}, "refuses"),
+        ({"general.architecture": "gemma-embedding"}, "refuses"),
+        ({"general.architecture": "unheard-of"}, "refuses"),
         ({"llama.block_count": 0}, "block_count is 0"),
         ({"llama.block_count": 513}, "block_count is 513"),
         ({"llama.nextn_predict_layers": 3}, "nextn_predict_layers"),
@@ -272,7 +261,7 @@ def test_model_that_pools_is_for_embeddings_alone(
         ),
     ],
 )
-def test_metadata_that_llama_only_asserts_is_refused(
+def test_metadata_that_llama_asserts_or_refuses_is_refused(
     synth: SynthFactory, metadata: dict[str, object], reason: str
 ) -> None:
     assert reason in _refusal(synth("test", metadata=metadata))
