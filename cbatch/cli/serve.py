@@ -83,7 +83,7 @@ _SETTINGS = (
     ),
     _setting(
         "max_answers_mib",
-        "Most MiB of answers in memory; above half of it, new requests get status 429.",
+        "Most MiB of answers in memory; above it, large or slowly read ones end with status 503.",
     ),
     _setting("max_body_mib", "Most MiB of a request's body, or of a whole message batch."),
     _setting(

@@ -339,7 +339,7 @@ class Desk:
         self.n_in_flight += n_sequences
         self._reserve(visit, n_sequences)
         try:
-            with self.answers.held(visit.end) as visit.held:
+            with self.answers.held(visit.end, lambda: not visit.n_open) as visit.held:
                 yield visit
         finally:
             del self._visits[id(visit)]

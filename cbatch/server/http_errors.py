@@ -203,14 +203,14 @@ def queue_full(waiting: str, n_limit: int, seconds: int) -> HttpProblemError:
 
 def answers_full(n_mib: int, seconds: int) -> HttpProblemError:
     """Return the problem of a request for whose answer there may be no room for some seconds."""
-    words = f"answers that clients have not read take half of --max-answers-mib {n_mib}"
+    words = f"answers that are being computed take half of --max-answers-mib {n_mib}"
     return _full(words, seconds)
 
 
 def too_much_held(n_mib: int) -> HttpProblemError:
-    """Return the problem of the call with the most of all answers that wait for their clients."""
+    """Return the problem of the call whose answer is the largest, or waits for its client, where there is no room."""
     words = (
-        f"answers that clients have not read take more than --max-answers-mib {n_mib}, and this one the most: "
+        f"answers take more than --max-answers-mib {n_mib}, and this one is the largest or was read too slowly: "
         "read faster, or ask for less at once"
     )
     return HttpProblemError(503, words, "answers_full", headers=SOON)

@@ -63,8 +63,9 @@ class ServerSettings:
         max_body_mib: most mebibytes of a request's body.
         max_choices: most answers, prompts × n, of one call; with `choice_probs`, prompts × texts of `choice`;
             texts of a call for embeddings or scores.
-        max_answers_mib: most mebibytes of memory, about, for answers that are computed or wait for their clients. From
-            half of it on, new calls get status 429; above it, the call with the most is ended.
+        max_answers_mib: most mebibytes of memory, about, for answers that are computed or wait for their clients.
+            While those being computed take half of it, new calls get status 429; above it, the call is ended whose
+            answer is the largest or is read the slowest.
         body_timeout_s: seconds in which a request's body must arrive.
         status_after_s: seconds after which a stream's status is sent though nothing was computed yet; an error before
             has a status of its own.

@@ -1,4 +1,4 @@
-"""Answers whose clients read slowly, or not at all, are bounded in sum: new calls are refused, the largest one ends."""
+"""Answers whose clients read slowly, or not at all, are bounded in sum, and keep no others from being computed."""
 
 from __future__ import annotations
 
@@ -73,21 +73,74 @@ async def status_of(app: Starlette, body: Any) -> int:
 
 @pytest.mark.parametrize("make", [Engine, engine_over])
 @pytest.mark.parametrize("stream", [False, True])
-def test_call_is_refused_while_answers_wait(make: Callable[..., Engine], stream: bool) -> None:
-    async def main(app: Starlette) -> list[int]:
-        answers, deaf = app.state.desk.answers, Deaf(CHAT, {**LARGE, "stream": stream})
+def test_call_waits_for_no_reader_of_an_answer(make: Callable[..., Engine], stream: bool) -> None:
+    async def main(app: Starlette) -> int:
+        desk, deaf = app.state.desk, Deaf(CHAT, {**LARGE, "stream": stream})
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(deaf.ask, app)
-            await until(lambda: answers.n_bytes > 2 * MIB)
-            found = [await status_of(app, SMALL)]
+            await until(lambda: desk.answers.n_bytes > 2 * MIB and not desk.n_open)
+            found = await status_of(app, SMALL)
+            assert desk.answers.n_bytes > 2 * MIB
             deaf.left.set()
-            await until(lambda: not answers.n_bytes)
+            await until(lambda: not desk.answers.n_bytes)
             tasks.cancel_scope.cancel()
-        return [*found, await status_of(app, SMALL)]
+        return found
 
     engine = make(GatedBackend(4, 256))
     with fake_app(engine=engine, max_answers_mib=4) as app:
-        assert anyio.run(main, app) == [429, 200]
+        assert anyio.run(main, app) == 200
+
+
+class Kept:
+    """Answers by a clock of the test, and those that were ended."""
+
+    def __init__(self, held: ExitStack) -> None:
+        self.now, self.ended = 0.0, list[str]()
+        self.answers = HeldAnswers(4, lambda: self.now)
+        self._held = held
+
+    def add(self, name: str, n_mib: int, *, is_computed: bool = True) -> HeldAnswer:
+        answer = self.answers.held(lambda problem: self.ended.append(name), lambda: is_computed)
+        found = self._held.enter_context(answer)
+        found.add(n_mib * MIB)
+        return found
+
+    async def have_ended(self) -> list[str]:
+        await anyio.lowlevel.checkpoint()
+        return self.ended
+
+
+def test_answers_that_grow_leave_room_or_calls_are_refused() -> None:
+    async def main() -> None:
+        with ExitStack() as held:
+            kept = Kept(held)
+            kept.add("read", 1)
+            kept.add("grows", 2, is_computed=False)
+            kept.answers.check(1)
+            kept.add("grows too", 1, is_computed=False)
+            with pytest.raises(HttpProblemError, match="half of --max-answers-mib 4"):
+                kept.answers.check(1)
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last", "ended"),
+    [(60.0, 1, ["slow"]), (1.0, 1, ["large"]), (60.0, 5, ["slow", "last"])],
+)
+def test_slow_reader_gives_way_before_larger_answers(
+    seconds: float, last: int, ended: list[str]
+) -> None:
+    async def main() -> list[str]:
+        with ExitStack() as held:
+            kept = Kept(held)
+            kept.add("slow", 1)
+            kept.now = seconds
+            kept.add("large", 3)
+            kept.add("last", last, is_computed=False)
+            return await kept.have_ended()
+
+    assert anyio.run(main) == ended
 
 
 @pytest.mark.parametrize("make", [Engine, engine_over])
@@ -135,7 +188,7 @@ def test_answer_of_an_event_loop_that_ended_disturbs_no_engine() -> None:
     with ExitStack() as held:
 
         async def begin() -> HeldAnswer:
-            return held.enter_context(answers.held(lambda problem: None))
+            return held.enter_context(answers.held(lambda problem: None, lambda: True))
 
         anyio.run(begin).add(2 * MIB)
     assert not answers.n_bytes
