@@ -85,6 +85,11 @@ _SETTINGS = (
         "max_answers_mib",
         "Most MiB of answers in memory; above it, large or slowly read ones end with status 503.",
     ),
+    _setting(
+        "max_bodies_mib",
+        "Most MiB of all large bodies together; further ones get status 429.",
+        "an eighth of the free memory",
+    ),
     _setting("max_body_mib", "Most MiB of a request's body, or of a whole message batch."),
     _setting(
         "cors_origin",

@@ -103,8 +103,8 @@ def _routes(desk: Desk) -> list[Route]:
 
 
 async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) -> None:
-    body = await small.body_of(desk, exchange)
-    call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
+    made = partial(call_of, is_strict=desk.settings.strict_fields)
+    call = await small.body_of(desk, exchange, made)
     await Answering(desk, exchange, call).run()
 
 
@@ -169,7 +169,10 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        exchange = Exchange(scope, receive, send)
+        with self._desk.bodies.held() as held:
+            await self._answer(Exchange(scope, receive, send, held))
+
+    async def _answer(self, exchange: Exchange) -> None:
         exchange.record.route = self._route
         try:
             await self._handle(self._desk, exchange)

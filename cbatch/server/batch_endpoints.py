@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, quote
 
 from msgspec import Meta, Struct
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
+
+T = TypeVar("T")
 
 _N_FORM = 2**16
 """Bytes of an upload beside its file."""
@@ -187,23 +189,31 @@ class BatchBody(Struct):
 
 
 async def new_batch_body(
-    kind: type[Struct], desk: Desk, exchange: Exchange
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the body that asks for a batch, and its names that are ignored. Raises a `HttpProblemError`."""
+    kind: type[Struct], made: Callable[[Mapping[str, Any]], T], desk: Desk, exchange: Exchange
+) -> tuple[T, list[str]]:
+    """Return what `made` makes of a body that asks for a batch, and its names that are ignored.
+
+    Raises:
+        HttpProblemError: there is no such body, no batch can begin, or the error of `made`.
+    """
     batches_of(desk)
     if desk.is_draining:
         raise draining()
-    body = await body_of(desk, exchange)
-    ignored = unknown_in(body, kind)
-    if ignored and desk.settings.strict_fields:
-        raise unknown_field(ignored[0], kind.__struct_fields__)
-    return body, ignored
+
+    def read(body: dict[str, Any]) -> tuple[T, list[str]]:
+        ignored = unknown_in(body, kind)
+        if ignored and desk.settings.strict_fields:
+            raise unknown_field(ignored[0], kind.__struct_fields__)
+        return made(body), ignored
+
+    return await body_of(desk, exchange, read)
 
 
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch."""
-    body, ignored = await new_batch_body(BatchBody, desk, exchange)
-    batches, said = batches_of(desk), read_body(BatchBody, body)
+    made = partial(read_body, BatchBody)
+    said, ignored = await new_batch_body(BatchBody, made, desk, exchange)
+    batches = batches_of(desk)
     endpoint, window_s = _endpoint(said.endpoint), _window(said.completion_window)
     file = await desk.in_thread(batches.store.file, said.input_file_id, exchange.owner)
     if file.purpose != BATCH:

@@ -228,7 +228,7 @@ class Answering:
             raise bad_request("model is missing", "model")
         self._name_ignored()
         call.check_size(desk.settings.max_choices)
-        with desk.visit(call.n_sequences, sizes.n_slots) as visit:
+        with desk.visit(call.n_sequences, sizes.n_slots, self._exchange.held) as visit:
             await self._answer(visit, sizes.n_slots)
 
     def _name_ignored(self) -> None:

@@ -19,6 +19,7 @@ from cbatch.server.call import fingerprint_of
 from cbatch.server.exchange import Exchange, Threads
 from cbatch.server.exposition import Exposition
 from cbatch.server.held_answers import HeldAnswer, HeldAnswers
+from cbatch.server.held_bodies import HeldBodies, HeldBody
 from cbatch.server.http_errors import (
     NO_WORKER,
     HttpProblemError,
@@ -87,6 +88,8 @@ class Visit:
     """What the engine does for the call, once it has it."""
     held: HeldAnswer | None = None
     """What is held of its answer."""
+    body: HeldBody | None = None
+    """What is held of its body, while the engine works on it."""
     is_computed: bool = False
     """Whether the engine has nothing more to do for it."""
     n_reserved: int = 0
@@ -192,6 +195,7 @@ class Desk:
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: EngineQuestion[list[SlotState]] = EngineQuestion(engine.slots, clock)
         self.meters = Meters()
+        self.bodies = HeldBodies(settings)
         self.answers = HeldAnswers(settings.max_answers_mib)
         self.room = BatchRoom(engine)
         self.batches: Batches | None = None
@@ -321,8 +325,10 @@ class Desk:
         return sum(visit.n_open for visit in [*self._visits.values()])
 
     @contextmanager
-    def visit(self, n_sequences: int, n_slots: int) -> Iterator[Visit]:
-        """Count a call for the block.
+    def visit(
+        self, n_sequences: int, n_slots: int, body: HeldBody | None = None
+    ) -> Iterator[Visit]:
+        """Count a call for the block; its answer begins with what is held of its body.
 
         Raises:
             HttpProblemError: the queue has no room, or answers have none; no worker can be started, or the server is
@@ -334,7 +340,7 @@ class Desk:
         if self.settings.max_queue is not None:
             self._check_queue(n_sequences, n_slots, self.settings.max_queue)
         self.answers.check(self._wait_s(1, n_slots))
-        visit = Visit(n_sequences, self.clock())
+        visit = Visit(n_sequences, self.clock(), body=body)
         self._visits[id(visit)] = visit
         self.n_in_flight += n_sequences
         self._reserve(visit, n_sequences)
@@ -353,10 +359,12 @@ class Desk:
         self.room.set_calls(self._n_reserved)
 
     def free_slots(self) -> None:
-        """Let batches have the slots of calls that are computed, however slowly they are read."""
+        """Let others have slots and bodies' room of calls that are computed, however slowly they are read."""
         for visit in self._visits.values():
             if visit.n_reserved and not visit.n_open:
                 self._reserve(visit, 0)
+                if visit.held is not None and visit.body is not None:
+                    visit.held.add(visit.body.release())
 
     def _check_queue(self, n_sequences: int, n_slots: int, n_limit: int) -> None:
         """Raise a `HttpProblemError` where so many sequences more would make the queue too long."""

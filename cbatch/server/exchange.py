@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
     from starlette.types import Message, Receive, Scope, Send
 
+    from cbatch.server.held_bodies import HeldBody
     from cbatch.server.server_settings import SizeLimit
 
 T = TypeVar("T")
@@ -106,8 +107,11 @@ class CallRecord:
 class Exchange:
     """A request that is read, and an answer that is sent, whole or in parts."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, held: HeldBody | None = None
+    ) -> None:
+        """Make one; `held` is what is held of the body, where it is read."""
+        self.scope, self.held = scope, held
         self._receive, self._send = receive, send
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status: int | None = None
@@ -131,20 +135,30 @@ class Exchange:
 
     # ---- the request ----
 
-    async def body(self, limit: SizeLimit, seconds: float) -> bytes:
-        """Return the body of at most `limit`.
-
-        Raises:
-            HttpProblemError: it is longer, or does not arrive within `seconds`.
-            ClientGoneError: the client has left.
-        """
+    async def _body(self, limit: SizeLimit, seconds: float) -> list[bytes]:
+        """Return the parts of a body that is held as a whole. Raises as `parts`, and where others have its room."""
+        found: list[bytes] = []
+        n_bytes = 0
         with anyio.move_on_after(seconds):
-            return b"".join([part async for part in self.parts(limit, seconds)])
+            if self.held is not None and self._n_told > _N_SMALL:
+                self.held.expect(self._n_told)
+            async for part in self.parts(limit, seconds):
+                n_bytes += len(part)
+                if self.held is not None and n_bytes > _N_SMALL:
+                    self.held.grow(n_bytes)
+                found.append(part)
+            return found
         raise _too_slow()
 
     async def parts(self, limit: SizeLimit, seconds: float) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of a body of at most `limit`, each within `seconds`. Raises as `body`."""
-        self._check_length(limit)
+        """Yield the parts of a body of at most `limit`, each within `seconds`.
+
+        Raises:
+            HttpProblemError: it is longer, or does not arrive in time.
+            ClientGoneError: the client has left.
+        """
+        if self._n_told > limit.n_bytes:
+            raise _too_large(limit)
         n_bytes, has_more = 0, True
         while has_more:
             message: Message | None = None
@@ -160,21 +174,32 @@ class Exchange:
             yield data
             has_more = message.get("more_body", False)
 
-    def _check_length(self, limit: SizeLimit) -> None:
+    @property
+    def _n_told(self) -> int:
+        """The body's bytes by its header; 0 where that does not say."""
         said = self.headers.get(b"content-length", b"")
-        if said.isdigit() and int(said[:20]) > limit.n_bytes:
-            raise _too_large(limit)
+        return int(said[:20]) if said.isdigit() else 0
 
-    async def json(self, limit: SizeLimit, seconds: float) -> dict[str, Any]:
-        """Return the body's JSON object. Raises as `body`, and a `HttpProblemError` where it is none."""
+    async def json(
+        self, limit: SizeLimit, seconds: float, made: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """Return what `made` makes of the body's JSON object, which takes many times the memory of its text.
+
+        Raises:
+            HttpProblemError: there is none, it is too long or too slow, or its room is taken.
+            ClientGoneError: the client has left; other errors are those of `made`.
+        """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         is_json = kind == JSON.encode() or kind.endswith(b"+json")
         if not is_json and (kind != _FORM or self._is_from_browser):
             message = f"the header content-type must be {JSON}"
             raise HttpProblemError(415, message, "unsupported_media_type")
-        data = await self.body(limit, seconds)
-        self.is_small = len(data) <= _N_SMALL and data.count(b'"') + data.count(b"[") <= _N_FEW
-        return await self.aside(object_of, data)
+        parts = await self._body(limit, seconds)
+        self.is_small = (
+            sum(map(len, parts)) <= _N_SMALL
+            and sum(part.count(b'"') + part.count(b"[") for part in parts) <= _N_FEW
+        )
+        return await self.aside(lambda: made(object_of(b"".join(parts))))
 
     @property
     def _is_from_browser(self) -> bool:

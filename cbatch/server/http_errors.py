@@ -207,6 +207,13 @@ def answers_full(n_mib: int, seconds: int) -> HttpProblemError:
     return _full(words, seconds)
 
 
+def bodies_full(n_mib: int) -> HttpProblemError:
+    """Return the problem of a large body for which there is no room beside others. Its rest is not read."""
+    problem = _full(f"the bodies of other requests take --max-bodies-mib {n_mib}", 1)
+    problem.headers = {**problem.headers, "connection": "close"}
+    return problem
+
+
 def too_much_held(n_mib: int) -> HttpProblemError:
     """Return the problem of the call whose answer is the largest, or waits for its client, where there is no room."""
     words = (

@@ -30,7 +30,7 @@ from cbatch.server.small_endpoints import rfc3339
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cbatch.server.desk import Desk
     from cbatch.server.server_settings import SizeLimit
@@ -68,17 +68,14 @@ class MessageBatchBody(Struct):
 
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch of messages."""
-    body, ignored = await new_batch_body(MessageBatchBody, desk, exchange)
-    limit = desk.settings.body_limit
-    batch = await desk.in_thread(_created, batches_of(desk), body, limit, exchange.owner)
+    made = partial(_lines_of, limit=desk.settings.body_limit)
+    lines, ignored = await new_batch_body(MessageBatchBody, made, desk, exchange)
+    batch = await desk.in_thread(_created, batches_of(desk), lines, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
-def _created(
-    batches: Batches, body: Mapping[str, Any], limit: SizeLimit, owner: str
-) -> StoredBatch:
-    """Begin a batch of checked requests, each line of at most `limit`."""
-    lines = _lines_of(body, limit)
+def _created(batches: Batches, lines: Sequence[bytes], owner: str) -> StoredBatch:
+    """Begin a batch of the lines of checked requests."""
     with disk_problems(), batches.store.arriving() as arriving:
         arriving.write(b"".join(lines))
         return batches.create(
@@ -95,7 +92,7 @@ def _created(
 
 
 def _lines_of(body: Mapping[str, Any], limit: SizeLimit) -> list[bytes]:
-    """Return requests as the lines of a batch file. Raises a `HttpProblemError`."""
+    """Return requests as the lines of a batch file, each of at most `limit`. Raises a `HttpProblemError`."""
     seen: set[str] = set()
     lines = []
     for i, request in enumerate(read_body(MessageBatchBody, body, has_dots=True).requests):

@@ -61,6 +61,8 @@ class ServerSettings:
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
         max_queue_tokens: most tokens of the prompts that wait; a request that has to wait and has more gets status 429.
         max_body_mib: most mebibytes of a request's body.
+        max_bodies_mib: most mebibytes of all bodies above 64 KiB together, from their first bytes until their requests
+            are computed; further ones get status 429. Default: an eighth of the free memory.
         max_choices: most answers, prompts × n, of one call; with `choice_probs`, prompts × texts of `choice`;
             texts of a call for embeddings or scores.
         max_answers_mib: most mebibytes of memory, about, for answers that are computed or wait for their clients.
@@ -94,6 +96,7 @@ class ServerSettings:
     max_queue: int | None = checked(check_int, 0, MAX_INT)
     max_queue_tokens: int | None = checked(check_int, 0, MAX_INT)
     max_body_mib: int = checked(check_int, 1, 1024, default=32)
+    max_bodies_mib: int | None = checked(check_int, 1, MAX_INT)
     max_choices: int = checked(check_int, 1, MAX_INT, default=2048)
     max_answers_mib: int = checked(check_int, 1, MAX_INT, default=2048)
     body_timeout_s: float = checked(check_seconds, default=60.0)
@@ -115,6 +118,11 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.max_bodies_mib is not None and self.max_bodies_mib < self.max_body_mib:
+            raise ConfigError(
+                f"max_bodies_mib is {self.max_bodies_mib}, and max_body_mib {self.max_body_mib}: "
+                "raise the first, or lower the second"
+            )
 
     @property
     def cors_pattern(self) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 import cbatch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cbatch.server.call import Call
     from cbatch.server.desk import Desk, EngineSizes
     from cbatch.server.exchange import Exchange
+
+T = TypeVar("T")
 
 
 async def health(desk: Desk, exchange: Exchange) -> None:
@@ -83,7 +86,7 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
         raise HttpProblemError(403, message, "not_local")
     headers = exchange.headers
     has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-    name = (await body_of(desk, exchange)).get("model") if has_body else None
+    name = await body_of(desk, exchange, lambda body: body.get("model")) if has_body else None
     if name not in (None, desk.model_name):
         message = (
             f"the model {shown(name)} is not served here: only {desk.model_name} can be reloaded"
@@ -211,7 +214,7 @@ async def tokenizer_info(desk: Desk, exchange: Exchange) -> None:
 
 async def tokenize(desk: Desk, exchange: Exchange) -> None:
     """Return tokens: of `content` as llama-server does, of `prompt` or `messages` as vLLM does."""
-    body = await body_of(desk, exchange)
+    body = await body_of(desk, exchange, _tokenized)
     sizes = await desk.sizes()
     if "content" in body:
         if not _flag(body, "parse_special", default=True):
@@ -225,7 +228,7 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         await exchange.respond_long({"tokens": listed})
         return
     if "messages" in body:
-        call = await _read(ChatCall.of, body, desk, exchange)
+        call = await _checked(body["messages"], desk, exchange)
         (prompt,), options = call.prompts, call.asked.options
         tokens = await desk.ask(exchange, desk.engine.tokenize, prompt, options=options)
     else:
@@ -235,6 +238,19 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         )
     said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": LazyList(int, tokens)}
     await exchange.respond_long(said)
+
+
+def _tokenized(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `tokenize` reads of a body; a chat as a call."""
+    read = {name: body[name] for name in _TOKENIZED if name in body}
+    has_chat = "messages" in body and "content" not in body
+    return {**read, "messages": ChatCall.of(body)} if has_chat else read
+
+
+_TOKENIZED = (
+    *("content", "parse_special", "add_special", "with_pieces"),
+    *("prompt", "add_special_tokens"),
+)
 
 
 async def _tokens(
@@ -262,9 +278,8 @@ def _with_piece(told: tuple[int, bytes]) -> dict[str, Any]:
 
 async def detokenize(desk: Desk, exchange: Exchange) -> None:
     """Return the text of tokens, by llama-server's name and by vLLM's."""
-    body = await body_of(desk, exchange)
     with field_errors("tokens"):
-        tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
+        tokens = await body_of(desk, exchange, lambda body: token_ids("tokens", body.get("tokens")))
         check_tokens(tokens, (await desk.sizes()).n_window, "tokens")
     try:
         text = await desk.ask(exchange, desk.engine.detokenize, tokens)
@@ -275,7 +290,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
-    call = await _read(ChatCall.of, await body_of(desk, exchange), desk, exchange)
+    call = await _checked(await body_of(desk, exchange, ChatCall.of), desk, exchange)
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.ask(exchange, desk.engine.render, prompt, options=options)
     await exchange.respond_long({"prompt": text})
@@ -285,8 +300,8 @@ async def count_tokens(
     call_of: Callable[..., Call], more: Mapping[str, str], desk: Desk, exchange: Exchange
 ) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
-    body, is_strict = await body_of(desk, exchange), desk.settings.strict_fields
-    call = await _read(call_of, body, desk, exchange, is_strict=is_strict)
+    made = partial(call_of, is_strict=desk.settings.strict_fields)
+    call = await _checked(await body_of(desk, exchange, made), desk, exchange)
     (prompt,), asked = call.prompts, call.asked
     call.see_facts((await desk.sizes()).facts)
     try:
@@ -298,23 +313,16 @@ async def count_tokens(
     await exchange.respond_json({"input_tokens": n_tokens, **more}, headers=headers)
 
 
-async def _read(
-    call_of: Callable[..., Call],
-    body: Mapping[str, Any],
-    desk: Desk,
-    exchange: Exchange,
-    **named: bool,
-) -> Call:
-    """Return the call of a body, whose prompts are not too large."""
-    call = await exchange.aside(call_of, body, **named)
+async def _checked(call: Call, desk: Desk, exchange: Exchange) -> Call:
+    """Return a call whose prompts are not too large."""
     await exchange.aside(check_call, call, (await desk.sizes()).n_window)
     return call
 
 
-async def body_of(desk: Desk, exchange: Exchange) -> dict[str, Any]:
-    """Return the JSON object that a request has, within the server's limits."""
+async def body_of(desk: Desk, exchange: Exchange, made: Callable[[dict[str, Any]], T]) -> T:
+    """Return what `made` makes of the JSON object that a request has, within the server's limits."""
     settings = desk.settings
-    return await exchange.json(settings.body_limit, settings.body_timeout_s)
+    return await exchange.json(settings.body_limit, settings.body_timeout_s, made)
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import VectorCall, error_in
@@ -38,13 +39,13 @@ _N_RESULT_BYTES = 400
 
 async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange) -> None:
     """Answer a call for embeddings or scores."""
-    body = await body_of(desk, exchange)
-    call, ignored = await exchange.aside(call_of, kind, body, desk.settings)
+    made = partial(call_of, kind, settings=desk.settings)
+    call, ignored = await body_of(desk, exchange, made)
     sizes = await desk.sizes()
     await exchange.aside(check_vectors, call, sizes.facts, sizes.n_window)
     has_slots = needs_slots(call, sizes.facts)
     n_sequences = N_SEQUENCES * len(call.texts) if has_slots else 1
-    with desk.visit(n_sequences, sizes.n_slots) as visit:
+    with desk.visit(n_sequences, sizes.n_slots, exchange.held) as visit:
         with visit.scope:
             if has_slots and desk.settings.max_queue_tokens is not None:
                 counts = await desk.ask_each(exchange, _n_tokens(call, desk.engine))
