@@ -94,22 +94,23 @@ async def create_file(desk: Desk, exchange: Exchange) -> None:
         raise draining()
     limit = settings.file_limit
     of_form = limit._replace(n_bytes=limit.n_bytes + _N_FORM)
-    with disk_problems(), store.arriving() as arriving:
-        upload = Upload(exchange.headers.get(b"content-type", b""), arriving.write)
-        async with aclosing(exchange.parts(of_form, settings.body_timeout_s)) as parts:
+    parts = exchange.parts(of_form, settings.body_timeout_s)
+    with disk_problems():
+        async with desk.opened(store.arriving) as arriving, aclosing(parts):
+            upload = Upload(exchange.headers.get(b"content-type", b""), arriving.write)
             async for part in parts:
-                await desk.in_thread(upload.feed, part)
-        upload.finish()
-        if upload.name is None:
-            raise bad_request("file is missing", FILE)
-        if arriving.n_bytes > limit.n_bytes:
-            raise too_large("the file", limit, FILE)
-        if not arriving.n_bytes:
-            raise bad_request("the file is empty", FILE, "empty_file")
-        seconds = _check_form(upload.fields)
-        file = await desk.in_thread(
-            arriving.keep, upload.name[:255], BATCH, seconds, exchange.owner
-        )
+                await desk.on_disk(upload.feed, part)
+            upload.finish()
+            if upload.name is None:
+                raise bad_request("file is missing", FILE)
+            if arriving.n_bytes > limit.n_bytes:
+                raise too_large("the file", limit, FILE)
+            if not arriving.n_bytes:
+                raise bad_request("the file is empty", FILE, "empty_file")
+            seconds = _check_form(upload.fields)
+            file = await desk.on_disk(
+                arriving.keep, upload.name[:255], BATCH, seconds, exchange.owner
+            )
     await exchange.respond_json(file.as_json())
 
 
@@ -130,7 +131,7 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
     """List files."""
     asked = Query(exchange)
     order, purpose = asked.choice("order", ("asc", "desc")), asked.text("purpose")
-    found, has_more = await desk.in_thread(
+    found, has_more = await desk.on_disk(
         batches_of(desk).store.files,
         exchange.owner,
         asked.text("after"),
@@ -144,7 +145,7 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
     """Tell what a file is."""
-    file = await desk.in_thread(batches_of(desk).store.file, id_in(exchange), exchange.owner)
+    file = await desk.on_disk(batches_of(desk).store.file, id_in(exchange), exchange.owner)
     await exchange.respond_json(file.as_json())
 
 
@@ -152,21 +153,21 @@ async def delete_file(desk: Desk, exchange: Exchange) -> None:
     """Remove a file; a batch over it goes on."""
     id = id_in(exchange)
     with disk_problems():
-        await desk.in_thread(batches_of(desk).store.delete_file, id, exchange.owner)
+        await desk.on_disk(batches_of(desk).store.delete_file, id, exchange.owner)
     await exchange.respond_json({"id": id, "object": "file", "deleted": True})
 
 
 async def file_content(desk: Desk, exchange: Exchange) -> None:
     """Send what a file holds."""
     store = batches_of(desk).store
-    file = await desk.in_thread(store.file, id_in(exchange), exchange.owner)
-    with await desk.in_thread(store.opened, file) as content:
+    file = await desk.on_disk(store.file, id_in(exchange), exchange.owner)
+    async with desk.opened(store.opened, file) as content:
         headers = {
             "content-length": str(file.bytes),
             "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",
         }
         await exchange.begin(200, headers, media_type="application/octet-stream")
-        while part := await desk.in_thread(content.read, _N_PART):
+        while part := await desk.on_disk(content.read, _N_PART):
             await exchange.put(part)
         await exchange.finish()
 
@@ -215,13 +216,13 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     said, ignored = await new_batch_body(BatchBody, made, desk, exchange)
     batches = batches_of(desk)
     endpoint, window_s = _endpoint(said.endpoint), _window(said.completion_window)
-    file = await desk.in_thread(batches.store.file, said.input_file_id, exchange.owner)
+    file = await desk.on_disk(batches.store.file, said.input_file_id, exchange.owner)
     if file.purpose != BATCH:
         message = f"the purpose of {file.id} is {file.purpose}: it must be {BATCH}"
         raise bad_request(message, "input_file_id")
     life = said.output_expires_after
     with disk_problems():
-        batch = await desk.in_thread(
+        batch = await desk.on_disk(
             batches.create,
             batches.store.path_of(file),
             window_s,
@@ -260,7 +261,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     """List batches, the newest first."""
     asked = Query(exchange)
     limit = asked.limit(_N_BATCHES_USUAL, _N_BATCHES)
-    found, has_more = await desk.in_thread(
+    found, has_more = await desk.on_disk(
         batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
     )
     told = listed(StoredBatch.as_json, found, has_more=has_more)
@@ -276,7 +277,7 @@ async def tell_batch(
 ) -> None:
     """Do something with a batch of a kind, and tell it in its form."""
     with disk_problems():
-        batch = await desk.in_thread(do, batches_of(desk), id_in(exchange), exchange.owner, kind)
+        batch = await desk.on_disk(do, batches_of(desk), id_in(exchange), exchange.owner, kind)
     await exchange.respond_json(form(batch))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -36,7 +36,7 @@ from cbatch.support.logs import Log
 from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
@@ -53,7 +53,7 @@ _N_UNKNOWN = 100
 """Most unknown fields that the log names, so that clients cannot fill it. Our choice."""
 
 _N_THREADS = 64
-"""Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
+"""Most calls into the engine at once; each is short."""
 
 _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
@@ -62,6 +62,9 @@ _ASK_S = 5.0
 """Seconds between two questions about the engine's progress. Our choice."""
 
 _CALLS = Threads("calls", _N_THREADS)
+
+_FILES = Threads("files", 16)
+"""Those that use the disk: calls do not wait for these, nor these for calls. Our choice."""
 
 _LARGE_QUESTIONS = Threads("large_questions", 4)
 """Those that ask about large bodies, or go on with many questions.
@@ -299,6 +302,22 @@ class Desk:
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
         return await _CALLS.run(work, *args, **named)
+
+    async def on_disk(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what `work` returns, done in a thread: it uses files or their index."""
+        return await _FILES.run(work, *args, **named)
+
+    @asynccontextmanager
+    async def opened(
+        self, open_: Callable[..., AbstractContextManager[T]], *args: Any
+    ) -> AsyncIterator[T]:
+        """Enter what `open_` returns for the block, and leave it without the block's error; both as `on_disk`."""
+        opened = ExitStack()
+        try:
+            yield await self.on_disk(lambda: opened.enter_context(open_(*args)))
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.on_disk(opened.close)
 
     async def sizes(self) -> EngineSizes:
         """Return what the engine is, asked once."""

@@ -6,7 +6,7 @@ Source: Anthropic's API reference, message batches.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -30,7 +30,7 @@ from cbatch.server.small_endpoints import rfc3339
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.server.desk import Desk
     from cbatch.server.server_settings import SizeLimit
@@ -70,7 +70,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch of messages."""
     made = partial(_lines_of, limit=desk.settings.body_limit)
     lines, ignored = await new_batch_body(MessageBatchBody, made, desk, exchange)
-    batch = await desk.in_thread(_created, batches_of(desk), lines, exchange.owner)
+    batch = await desk.on_disk(_created, batches_of(desk), lines, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
@@ -116,7 +116,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     if after is not None and before is not None:
         raise bad_request("give after_id or before_id, not both", "before_id")
     batches = batches_of(desk)
-    found, has_more = await desk.in_thread(
+    found, has_more = await desk.on_disk(
         batches.newest, exchange.owner, Page(limit, after, before), _KIND
     )
     await exchange.respond_long(listed(_as_json, found, has_more=has_more))
@@ -126,7 +126,7 @@ async def delete_batch(desk: Desk, exchange: Exchange) -> None:
     """Remove a batch that has ended, with its results."""
     id = id_in(exchange)
     with disk_problems():
-        await desk.in_thread(batches_of(desk).delete, id, exchange.owner, _KIND)
+        await desk.on_disk(batches_of(desk).delete, id, exchange.owner, _KIND)
     await exchange.respond_json({"id": id, "type": "message_batch_deleted"})
 
 
@@ -168,30 +168,31 @@ cancel_batch = partial(tell_batch, Batches.cancel, _KIND, _as_json)
 async def batch_results(desk: Desk, exchange: Exchange) -> None:
     """Send the results of a batch that has ended, a line for each request."""
     batches = batches_of(desk)
-    batch = await desk.in_thread(batches.get, id_in(exchange), exchange.owner, _KIND)
+    batch = await desk.on_disk(batches.get, id_in(exchange), exchange.owner, _KIND)
     if not batch.has_ended:
         raise HttpProblemError(404, "the batch has not ended: it has no results yet", None, "id")
-    with ExitStack() as opened:
-        files = await desk.in_thread(_opened, opened, batches, batch)
+    async with desk.opened(_opened, batches, batch) as files:
         await exchange.begin(200, {}, media_type="application/x-jsonl")
         for file in files:
-            while part := await desk.in_thread(_results_in, file):
+            while part := await desk.on_disk(_results_in, file):
                 await exchange.put(part)
         await exchange.finish()
 
 
-def _opened(opened: ExitStack, batches: Batches, batch: StoredBatch) -> list[BinaryIO]:
-    """Return the files of a batch's answers and errors, open until the stack ends."""
+@contextmanager
+def _opened(batches: Batches, batch: StoredBatch) -> Iterator[list[BinaryIO]]:
+    """Open the files of a batch's answers and errors for the block."""
     store, found = batches.store, list[BinaryIO]()
-    for id in filter(None, (batch.output_file_id, batch.error_file_id)):
-        try:
-            file = store.opened(store.file(id, batch.kept_owner))
-        except HttpProblemError as problem:
-            if problem.status != 404:
-                raise
-            raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
-        found.append(opened.enter_context(file))
-    return found
+    with ExitStack() as opened:
+        for id in filter(None, (batch.output_file_id, batch.error_file_id)):
+            try:
+                file = store.opened(store.file(id, batch.kept_owner))
+            except HttpProblemError as problem:
+                if problem.status != 404:
+                    raise
+                raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
+            found.append(opened.enter_context(file))
+        yield found
 
 
 def _results_in(file: BinaryIO) -> bytes:

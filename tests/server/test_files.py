@@ -15,12 +15,13 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError
+from cbatch.runtime.waking import is_in_event_loop
 from cbatch.server import batch_index, batch_store, create_app
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.multipart_upload import Upload
 from tests.server.clients import CHAT, USER, Running, call, connected, error_of, running, wait_until
-from tests.server.kept import ended, kept_app, line, lines, upload
+from tests.server.kept import begun_over, content, ended, kept_app, line, lines, upload
 
 if TYPE_CHECKING:
     import socket
@@ -104,6 +105,44 @@ def test_upload_is_never_whole_in_memory(tmp_path: Path) -> None:
             tracemalloc.stop()
     assert file["bytes"] == n * size
     assert peak < 20 * size
+
+
+@pytest.fixture
+def of_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions by which an event loop has used the disk."""
+    found: list[str] = []
+
+    def watch(name: str) -> None:
+        work = getattr(os, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            if is_in_event_loop():
+                found.append(name)
+            return work(*args, **named)
+
+        monkeypatch.setattr(os, name, watched)
+
+    for name in ("open", "write", "fsync", "rename", "unlink", "close"):
+        watch(name)
+    return found
+
+
+def test_event_loop_does_not_use_the_disk(tmp_path: Path, of_loop: list[str]) -> None:
+    with kept_app(tmp_path) as app:
+        file = upload(app, lines(line("a"))).json()["id"]
+        error_of(upload(app, b""), 400)
+        error_of(upload(app, b"x", purpose="other"), 400)
+        batch = begun_over(app, file)
+        done = ended(app, batch)["output_file_id"]
+        assert len(content(app, done)) == 1
+        messages = {"requests": [{"custom_id": "a", "params": {"model": "m", "messages": USER}}]}
+        id = call(app, "/v1/messages/batches", messages).json()["id"]
+        place = f"/v1/messages/batches/{id}"
+        wait_until(lambda: call(app, place).json()["processing_status"] == "ended")
+        assert call(app, f"{place}/results").status_code == 200
+        for path in (f"/v1/files/{file}", place):
+            assert call(app, path, method="DELETE").status_code == 200
+        assert not of_loop
 
 
 def half_sent(server: Running) -> socket.socket:
