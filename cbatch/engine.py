@@ -974,6 +974,17 @@ def run_soon(
     return BatchResponse(mailbox, engine=engine)
 
 
+def run_late(
+    engine: Engine, prompts: Sequence[BatchPrompt], options: RunOptions, *, streamed: bool
+) -> BatchResponse:
+    """Queue prompts as `Engine.run` does in an event loop: where the queue is full, no thread waits, only they do."""
+    engine._runtime.check_open()
+    mailbox = engine._mailbox(len(prompts), is_streamed=streamed)
+    settled = run_options_of(engine, options)
+    engine._submitter.queue(prompts, settled, math.inf, mailbox, may_wait=False)
+    return BatchResponse(mailbox, engine=engine)
+
+
 def _asked(id: object) -> str:
     """Return a caller's id, checked; a handed-out id stays the same object, for it means one request."""
     return id if type(id) is RequestId else as_id(id)

@@ -123,8 +123,12 @@ class Submitter:
         mailbox: Mailbox,
         *,
         is_soon: bool = False,
+        may_wait: bool = True,
     ) -> None:
-        """Submit a batch; nothing is queued where it raises. See `Engine.run`, and for `is_soon` `run_soon`."""
+        """Submit a batch; nothing is queued where it raises.
+
+        See `Engine.run`, `run_soon` for `is_soon`, and `run_late` for `may_wait`.
+        """
         with HeldBack(), self._naming:
             ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
         names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
@@ -137,7 +141,7 @@ class Submitter:
                 options,
                 ends_s,
                 mailbox,
-                may_wait=not is_soon and not is_in_event_loop(),
+                may_wait=may_wait and not is_soon and not is_in_event_loop(),
                 asks_again=mailbox.asks_again,
                 is_checked=is_soon,
                 is_awaited=not is_soon,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anyio
 
 import cbatch
-from cbatch.engine import Engine, checked_tokens, run_options_of, run_soon
+from cbatch.engine import Engine, checked_tokens, run_late, run_options_of, run_soon
 from cbatch.errors import CBatchError, NoThreadError
 from cbatch.messages import BatchPrompt
 from cbatch.options import NO_OPTIONS, RunOptions, Sampling
@@ -311,8 +311,8 @@ class Answering:
 
     def _run(self) -> BatchResponse:
         asked = self._call.asked
-        engine = self._desk.engine
-        return engine.run(self._named(), options=asked.options, streamed=asked.common.stream)
+        engine, is_streamed = self._desk.engine, asked.common.stream
+        return run_late(engine, self._named(), asked.options, streamed=is_streamed)
 
     async def _send(self, response: BatchResponse) -> None:
         results = await results_of(response)

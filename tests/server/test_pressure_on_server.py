@@ -16,6 +16,7 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench.experiments.http_load import request
+from cbatch.engine_options import ScheduleOptions
 from cbatch.response import Timings, Usage
 from cbatch.runtime.waking import call_soon_here
 from cbatch.server import create_app
@@ -29,6 +30,7 @@ from tests.server.clients import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
+    PATIENCE_S,
     USER,
     call,
     connected,
@@ -38,6 +40,7 @@ from tests.server.clients import (
     scope_of,
     wait_until,
 )
+from tests.server.test_large_bodies import Client
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
@@ -341,6 +344,34 @@ def test_queue_that_is_full_is_told() -> None:
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
     assert refused.headers["retry-after"] == "1"
     assert health.status_code == 200
+
+
+@pytest.mark.parametrize("make", [Engine, engine_over])
+def test_calls_that_wait_for_room_in_the_engine_hold_no_thread(
+    make: Callable[..., Engine],
+) -> None:
+    backend, n = GatedBackend(1, 256, hold_at=0), 70
+    asked = {"prompt": ["ab", "a"], "max_tokens": 2}
+
+    async def main(app: Starlette) -> None:
+        desk = app.state.desk
+        clients = [Client(COMPLETIONS, asked) for _ in range(n)]
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.ask, app)
+            try:
+                with anyio.fail_after(PATIENCE_S):
+                    while desk.n_visits < n:  # noqa: ASYNC110
+                        await anyio.sleep(0.001)
+                    for _ in range(10):  # each call has a thread in turn before this has one
+                        await desk.in_thread(bool)
+            finally:
+                backend.release()
+        assert {client.sent[0]["status"] for client in clients} == {200}
+
+    engine = make(backend, schedule=ScheduleOptions(max_queue=1))
+    with fake_app(engine=engine) as app:
+        anyio.run(main, app)
 
 
 @pytest.mark.parametrize(
