@@ -44,6 +44,10 @@ class MadeUpResponse:
             error = RequestCancelledError("cancelled") if self.is_cancelled else result.error
             yield MadeUp(**{**vars(result), "error": error})
 
+    async def gather(self, *, return_errors: bool = False) -> list[MadeUp]:
+        assert return_errors
+        return [result async for result in self]
+
     async def __aiter__(self) -> AsyncIterator[MadeUp]:
         await anyio.to_thread.run_sync(self._engine.may_go.wait, abandon_on_cancel=True)
         for result in reversed(self._results):
@@ -95,9 +99,10 @@ class VectorEngine(Engine):
             return MadeUp(str(i), i, n_tokens, error=PromptTooLongError(n_tokens, N_LIMIT))
         return MadeUp(str(i), i, n_tokens, vector_of(text, n))
 
-    def rerank(self, query: str, documents: Any, **settings: Any) -> Any:
+    def rerank(self, query: Any, documents: Any, **settings: Any) -> Any:
         """Return a score that is the share of the query's letters in a document."""
         self.asked.append((len(documents), settings))
+        queries = [query] * len(documents) if isinstance(query, str) else query
         return MadeUpResponse(
             [
                 MadeUp(
@@ -107,7 +112,7 @@ class VectorEngine(Engine):
                     score=score_of(query, text),
                     error=None if text else PromptError("the text is empty"),
                 )
-                for i, text in enumerate(documents)
+                for i, (query, text) in enumerate(zip(queries, documents, strict=True))
             ],
             self,
         )

@@ -107,7 +107,7 @@ class Readers:
         """
         self._pump, self._n_open, self._check_thread = pump, n_open, check_thread
         self._threads = Sleepers()
-        self._tasks: deque[tuple[LoopWaker, anyio.Event]] = deque()
+        self._tasks: deque[tuple[Callable[[], bool], LoopWaker, anyio.Event]] = deque()
         self._pid = os.getpid()
 
     @property
@@ -118,10 +118,12 @@ class Readers:
     def wake(self) -> None:
         """Have all readers look again. From any thread, after the change."""
         self._threads.wake()
-        while self._tasks:
-            with suppress(IndexError):  # another thread has taken the last one
-                waker, event = self._tasks.popleft()
-                waker.set_soon(event)
+        for task in [*self._tasks]:
+            is_ready, waker, event = task
+            if is_ready():
+                with suppress(ValueError):  # another thread has woken it, or it has left
+                    self._tasks.remove(task)
+                    waker.set_soon(event)
 
     def wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Return True when it is ready, or False after `timeout` seconds."""
@@ -149,7 +151,7 @@ class Readers:
 
     async def _sleep(self, is_ready: Callable[[], bool]) -> None:
         event = anyio.Event()
-        task = LoopWaker.here(), event
+        task = is_ready, LoopWaker.here(), event
         self._tasks.append(task)  # before it looks again: a change that comes later wakes it
         try:
             if not is_ready():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.chat.vector_calls import VectorCall, error_in
 from cbatch.errors import CBatchError, ConfigError, PromptTooLongError, UnsupportedTaskError
 from cbatch.files.judged_run import judge_prompts
+from cbatch.response import BatchError
 from cbatch.runtime.reranking import N_SEQUENCES
 from cbatch.server.exchange import ClientGoneError, Exchange
 from cbatch.server.http_errors import (
@@ -69,9 +70,7 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
 
     async def work(tasks: TaskGroup) -> None:
         responses.extend(await desk.ask(exchange, _begun, call, desk.engine))
-        for response in responses:
-            ended = [result async for result in response]
-            found.append(sorted(ended, key=lambda result: result.index))
+        found.extend([await _gathered(response) for response in responses])
 
     try:
         await exchange.while_client_stays(work)
@@ -79,6 +78,17 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
         for response in responses[len(found) :]:
             response.leave()
     return found
+
+
+async def _gathered(response: Any) -> list[Any]:
+    """Return all results of a response, in order of its texts: its reader is woken once, at their end."""
+    try:
+        ended = await response.gather(return_errors=True)
+    except BatchError as error:
+        problem = error.__cause__ or error  # of the engine: it has closed, say
+    else:
+        return sorted(ended, key=lambda result: result.index)
+    raise problem
 
 
 def _size_of(results: Sequence[Any]) -> int:

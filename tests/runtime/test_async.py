@@ -120,6 +120,21 @@ async def test_awaiting_a_failed_item_raises_with_all_results(engine: Engine) ->
     assert [r.error is None for r in caught.value.results] == [False, True]
 
 
+async def test_loop_is_woken_once_for_all_results(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[object] = []
+    set_soon = LoopWaker.set_soon
+
+    def counted(waker: LoopWaker, event: anyio.Event) -> None:
+        woken.append(event)
+        set_soon(waker, event)
+
+    monkeypatch.setattr(LoopWaker, "set_soon", counted)
+    assert len(await engine.run(["a"] * 40, options={"max_tokens": 2})) == 40
+    assert len(woken) <= 1
+
+
 async def test_gathered_errors_are_in_their_places(engine: Engine) -> None:
     items: list[Any] = ["a", "b" * 200, "c"]
     results = await engine.run(items).gather(return_errors=True)
