@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
@@ -41,7 +42,7 @@ from cbatch.runtime.no_effect import idle_settings
 from cbatch.runtime.reranking import Judge, classified, judged
 from cbatch.runtime.scoring import Continuations, Scores, Tokenizer, WholeText
 from cbatch.runtime.sequences import OptionsMerger
-from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, FeedReading, Submitter
+from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, FeedReading, QueriedText, Submitter
 from cbatch.runtime.text_responses import EmbedResponse, RerankResponse
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
 from cbatch.support.checks import (
@@ -57,7 +58,7 @@ from cbatch.support.checks import (
 )
 from cbatch.support.interrupts import Postponed
 from cbatch.support.logs import Log
-from cbatch.support.plain import int_of, text_of
+from cbatch.support.plain import int_of, list_of, text_of
 
 if TYPE_CHECKING:
     import os
@@ -670,7 +671,7 @@ class Engine:
 
     def rerank(  # noqa: PLR0913  # each is a word of the caller's
         self,
-        query: str,
+        query: str | Sequence[str],
         documents: Iterable[str] | AsyncIterable[str],
         *,
         instruction: str | None = None,
@@ -689,7 +690,7 @@ class Engine:
         beginning of the documents' prompts once.
 
         Args:
-            query: what is searched for.
+            query: what is searched for; or a list with one query for each document of a list.
             documents: strings; a list, a generator, or in an event loop an async generator.
             instruction: the criterion for judging, if the model takes one.
             top_n: most results that `results()` returns.
@@ -705,23 +706,37 @@ class Engine:
         """
         facts, is_raw = self.model_facts, check_flag("raw_scores", raw_scores)
         n_top = None if top_n is None else check_int("top_n", top_n, 1, MAX_INT)
+        queries = None if text_of(query) is not None else list_of(query)
         settings = TextSettings.of(
-            query=query, instruction=instruction, truncate=truncate, is_patient=is_patient
+            query=query if queries is None else None,
+            instruction=instruction,
+            truncate=truncate,
+            is_patient=is_patient,
         )
-        if not settings.query:
+        if queries is None and not settings.query:
             raise ConfigError("the query is empty")
         if not facts.can_rerank:
             raise UnsupportedTaskError("rerank", "it neither has a classifier nor generates text")
-        if not self.judges:
-            response = self._text_batch(documents, settings, ids, priority, timeout_s)
-            return RerankResponse(response, partial(classified, facts=facts, is_raw=is_raw), n_top)
-        if is_patient:
+        runtime, judges = self._runtime, self.judges
+        if judges and is_patient:
             raise ConfigError(
                 "is_patient needs a reranker, and this is a chat model that judges documents: leave is_patient out"
             )
-        judge = Judge(self._runtime, facts, settings)
-        response = self._text_batch(documents, None, ids, priority, timeout_s, judge.prompt)
-        return RerankResponse(response, partial(judged, is_raw=is_raw), n_top)
+
+        def read(value: Any) -> BatchPrompt:
+            own, document = (settings.query, value) if queries is None else value
+            if not (found := check_string("query", own)):
+                raise ConfigError("the query is empty")
+            if judges:
+                judge = Judge(runtime, facts, replace(settings, query=found))
+                return judge.prompt(as_text(document))
+            return QueriedText.of(as_text(document), found)
+
+        texts: Any = documents if queries is None else _paired(queries, documents)
+        told = None if judges else settings
+        response = self._text_batch(texts, told, ids, priority, timeout_s, read)
+        score = judged if judges else partial(classified, facts=facts)
+        return RerankResponse(response, partial(score, is_raw=is_raw), n_top)
 
     def _text_batch(
         self,
@@ -730,9 +745,9 @@ class Engine:
         ids: Iterable[str] | None,
         priority: int,
         timeout_s: float | None,
-        made: Callable[[BatchPrompt], BatchPrompt] | None = None,
+        read: Callable[[Any], BatchPrompt] = as_text,
     ) -> BatchResponse:
-        """Queue texts one by one as they are read: to embed by `settings`, or as prompts that `made` makes of them."""
+        """Queue texts one by one as they are `read`: to embed or score by `settings`, or as prompts."""
         self._runtime.check_open()
         is_one = text_of(texts) is not None or isinstance(texts, BatchPrompt | bytes | bytearray)
         if is_one or isinstance(texts, Mapping) or not isinstance(texts, Iterable | AsyncIterable):
@@ -741,10 +756,6 @@ class Engine:
             raise ConfigError(f"ids must be a list of names, not {shown(ids)}")
         with reading("ids"):
             names = repeat(None) if ids is None else iter(ids)
-
-        def read(value: Any) -> BatchPrompt:
-            text = as_text(value)
-            return text if made is None else made(text)
 
         given = None if int_of(priority) == 0 else priority  # 0, the default, is not said
         options = RunOptions(priority=given, timeout_s=timeout_s)
@@ -972,6 +983,17 @@ def run_soon(
     mailbox = engine._mailbox(1, is_streamed=streamed)
     engine._submitter.queue([prompt], settled, math.inf, mailbox, is_soon=True)
     return BatchResponse(mailbox, engine=engine)
+
+
+def _paired(queries: Sequence[Any], documents: object) -> list[tuple[Any, Any]]:
+    """Return the pairs of a list of queries and one of documents."""
+    listed = list_of(documents)
+    if listed is None or len(listed) != len(queries):
+        n = "no list" if listed is None else len(listed)
+        raise ConfigError(
+            f"query has {len(queries)} texts, documents {n}: give a query for each document of a list"
+        )
+    return [*zip(queries, listed, strict=True)]
 
 
 def run_late(

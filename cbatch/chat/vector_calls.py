@@ -402,9 +402,9 @@ class ScoreCall(VectorCall):
         return {**super().beginnings, "text_1": [first for first, _ in self.pairs]}
 
     def place_of_result(self, i_result: int) -> str:
-        """Return where a text stands: those of equal first texts are scored together, and all first texts embedded."""
+        """Return where a text stands: all first texts are embedded before the second ones."""
         if self.reranks:
-            return self.place([i for places in self._places.values() for i in places][i_result])
+            return self.place(i_result)
         i_side, i_pair = divmod(i_result, len(self.pairs))
         return f"text_{i_side + 1}[{i_pair}]"
 
@@ -414,37 +414,22 @@ class ScoreCall(VectorCall):
         return "" if engine.can_rerank or engine.can_embed else "this model cannot score texts"
 
     def begun(self, engine: Any) -> list[Any]:
-        """Have an engine score the pairs, those of equal first texts together."""
-        if not self.reranks:
-            settings = {n: v for n, v in self.settings.items() if n != "raw_scores"}
-            firsts, seconds = zip(*self.pairs, strict=True)
-            return [engine.embed([*firsts], **settings), engine.embed([*seconds], **settings)]
-        return [
-            engine.rerank(query, documents, **self.settings) for query, documents in self.queries
-        ]
+        """Have an engine score the pairs."""
+        firsts, seconds = ([*side] for side in zip(*self.pairs, strict=True))
+        if self.reranks:
+            return [engine.rerank(firsts, seconds, **self.settings)]
+        settings = {n: v for n, v in self.settings.items() if n != "raw_scores"}
+        return [engine.embed(firsts, **settings), engine.embed(seconds, **settings)]
 
     @property
     def queries(self) -> list[tuple[str, list[str]]]:
-        """Each first text with the second texts that it is compared with."""
-        return [
-            (query, [self.pairs[i][1] for i in places]) for query, places in self._places.items()
-        ]
-
-    @property
-    def _places(self) -> dict[str, list[int]]:
-        """The pairs of each first text."""
-        found: dict[str, list[int]] = {}
-        for i, (first, _) in enumerate(self.pairs):
-            found.setdefault(first, []).append(i)
-        return found
+        """Each first text with the second one."""
+        return [(first, [second]) for first, second in self.pairs]
 
     def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
         """Return vLLM's answer."""
         if self.reranks:
-            scores = [0.0] * len(self.pairs)
-            for places, found in zip(self._places.values(), results, strict=True):
-                for place, result in zip(places, found, strict=True):
-                    scores[place] = float(result.score)
+            scores = [float(result.score) for some in results for result in some]
         else:
             pairs = zip(*results, strict=True)  # of unit length
             scores = [float(a.embedding @ b.embedding) for a, b in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,18 @@ class RefusedPrompt(BatchPrompt):
     error: CBatchError = field(default_factory=CBatchError)
 
 
+@dataclass(frozen=True, repr=False)
+class QueriedText(BatchPrompt):
+    """Of a source of texts: a document that is compared with `query`."""
+
+    query: str = ""
+
+    @classmethod
+    def of(cls, text: BatchPrompt, query: str) -> QueriedText:
+        """Return a text with its query."""
+        return cls(**{f.name: getattr(text, f.name) for f in fields(BatchPrompt)}, query=query)
+
+
 @dataclass(frozen=True, slots=True)
 class FeedReading:
     """What a source gives."""
@@ -98,6 +110,13 @@ class FeedReading:
     """How the prompts are embedded, where they are texts for that."""
     names: Iterator[str | None] = field(default_factory=lambda: repeat(None))
     """The caller's ids, one an item."""
+
+    def texts_of(self, prompt: BatchPrompt) -> TextSettings | None:
+        """Return how a prompt is embedded or scored, if it is."""
+        texts = self.texts
+        if texts is None or not isinstance(prompt, QueriedText) or prompt.query == texts.query:
+            return texts
+        return replace(texts, query=prompt.query)
 
 
 AS_PROMPTS = FeedReading()
@@ -209,7 +228,7 @@ class Submitter:
                     is_fed=True,
                     asks_again=mailbox.asks_again,
                     job=mailbox.job,
-                    texts=reading.texts,
+                    texts=reading.texts_of(prompt),
                 )
             )
         except Exception as error:

@@ -643,6 +643,21 @@ def test_rerank_gives_the_best_document_first() -> None:
         assert engine.embed(documents, pooling="rank").array().shape == (4, 1)
 
 
+@pytest.mark.parametrize("make", [reranker, lambda: FakeBackend(4, 512)])
+def test_each_document_may_have_a_query_of_its_own(make: Callable[[], FakeBackend]) -> None:
+    queries, documents = ["q", "r", "q"], ["a", "b", "c"]
+    with Engine(make()) as engine:
+        found = engine.rerank(queries, documents).scores()
+        alone = [engine.rerank(q, [d]).scores()[0] for q, d in zip(queries, documents, strict=True)]
+        assert found.tolist() == alone
+        wrong: list[Any] = ["q", "", 7]
+        results = engine.rerank(wrong, documents).results(return_errors=True)
+        assert {r.index: type(r.error) for r in results[1:]} == {1: ConfigError, 2: ConfigError}
+        for others in (["a", "b"], iter(documents)):
+            with pytest.raises(ConfigError, match="query has 3 texts, documents"):
+                engine.rerank(queries, others)
+
+
 def test_rerank_reports_wrong_documents_behind_the_others() -> None:
     with Engine(reranker()) as engine:
         documents: list[Any] = ["", "a", 7, "x" * 99]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.chat.vector_calls import ScoreCall
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
+from cbatch.runtime.submit import Feed
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, leave_once
 from tests.vector_engine import N_LIMIT, VectorEngine, score_of, vector_of
@@ -130,10 +130,36 @@ def test_text_of_a_pair_that_is_too_long_is_named(
     assert f"{place} has" in error["message"]
 
 
-def test_results_of_pairs_are_those_of_each_first_text() -> None:
-    asked = ScoreCall.of({"text_1": ["p", "q", "p"], "text_2": ["a", "b", "c"]})
-    places = [asked.place_of_result(i) for i in range(3)]
-    assert places == ["text_2[0]", "text_2[2]", "text_2[1]"]
+@pytest.mark.parametrize("pooling", ["rank", "last"])
+def test_pairs_are_one_batch(pooling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch has a thread that reads it: thousands of them would leave none for others."""
+    feeds: list[object] = []
+    start = Feed.start
+
+    def counted(feed: Feed) -> None:
+        feeds.append(feed)
+        start(feed)
+
+    monkeypatch.setattr(Feed, "start", counted)
+    backend = FakeBackend(4, 512)
+    backend.pooling = pooling
+    firsts, seconds = ["p", "q", "p"], ["a", "b", "c"]
+    with fake_app(engine=Engine(backend)) as app:
+        body = call(app, SCORE, {"text_1": firsts, "text_2": seconds}).json()
+        assert len(feeds) == 1
+        alone = [
+            call(app, SCORE, {"text_1": a, "text_2": b}).json()
+            for a, b in zip(firsts, seconds, strict=True)
+        ]
+    assert [item["score"] for item in body["data"]] == [one["data"][0]["score"] for one in alone]
+
+
+def test_empty_text_of_a_pair_is_refused() -> None:
+    backend = FakeBackend(4, 512)
+    backend.pooling = "rank"
+    with fake_app(engine=Engine(backend)) as app:
+        error = error_of(call(app, SCORE, {"text_1": ["p", ""], "text_2": ["a", "b"]}), 400)
+    assert error["message"] == "the query is empty"
 
 
 SAME = {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "}
