@@ -88,6 +88,7 @@ class Conversation:
     ) -> None:
         self._engine, self._shown = engine, shown
         self.n_answers = engine.options.n or 1
+        self.has_template = bool(engine.model_facts.chat_template)
         n_trained = engine.model_facts.n_ctx_train
         self.can_grow = not n_trained or engine.n_window < n_trained
         """Whether the model was trained for longer texts than a slot holds."""
@@ -219,8 +220,7 @@ def _advice(error: cbatch.RequestError, conversation: Conversation) -> str:
         if conversation.can_grow:
             return f"{words}: start a new one, or raise --ctx-per-seq"
         return f"{words}{_NO_LONGER}: start a new one"
-    has_no_template = str(error).startswith("this model has no chat template")
-    if has_no_template:
+    if not conversation.has_template:
         return "this model has no chat template: give one, such as --chat-template chatml"
     return str(error)
 
