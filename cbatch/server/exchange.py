@@ -183,7 +183,7 @@ class Exchange:
     async def json(
         self, limit: SizeLimit, seconds: float, made: Callable[[dict[str, Any]], T]
     ) -> T:
-        """Return what `made` makes of the body's JSON object, which takes many times the memory of its text.
+        """Return what `made` makes of the body's JSON object, which takes several times the memory of its text.
 
         Raises:
             HttpProblemError: there is none, it is too long or too slow, or its room is taken.

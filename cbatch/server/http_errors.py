@@ -208,10 +208,8 @@ def answers_full(n_mib: int, seconds: int) -> HttpProblemError:
 
 
 def bodies_full(n_mib: int) -> HttpProblemError:
-    """Return the problem of a large body for which there is no room beside others. Its rest is not read."""
-    problem = _full(f"the bodies of other requests take --max-bodies-mib {n_mib}", 1)
-    problem.headers = {**problem.headers, "connection": "close"}
-    return problem
+    """Return the problem of a large body for which there is no room beside others."""
+    return _full(f"the bodies of other requests take --max-bodies-mib {n_mib}", 1)
 
 
 def too_much_held(n_mib: int) -> HttpProblemError:

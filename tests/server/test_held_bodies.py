@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,17 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.server import exchange
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.server_settings import ServerSettings
-from tests.server.clients import CHAT, COMPLETIONS, USER, error_of, fake_app, scope_of
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    connected,
+    error_of,
+    fake_app,
+    running,
+    scope_of,
+    wait_until,
+)
 from tests.server.test_held_answers import Deaf, until
 from tests.server.test_large_bodies import Client
 
@@ -64,6 +75,19 @@ def test_large_bodies_are_refused_while_others_have_the_room() -> None:
 
     with fake_app(max_body_mib=1, max_bodies_mib=1) as app:
         assert anyio.run(main, app) == [200, 200]
+
+
+def test_client_that_is_refused_may_go_on_over_its_connection() -> None:
+    """Closing a connection while a body comes would discard the answer."""
+    data = json.dumps({**SMALL, "user": "x" * 900 * KIB}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
+    with fake_app(max_body_mib=1, max_bodies_mib=1) as app, running(app) as server:
+        with connected(server, head.encode() + data[:-1]), server.client() as client:
+            wait_until(lambda: held(app) == len(data) - 1)
+            refused = client.post(CHAT, content=data, headers={"content-type": "application/json"})
+            assert (refused.status_code, client.post(CHAT, json=SMALL).status_code) == (429, 200)
+        wait_until(lambda: not held(app))
 
 
 def test_body_that_stops_gives_its_room_back() -> None:
@@ -132,7 +156,7 @@ class _Watched(dict[str, Any]):
 def test_body_is_let_go_once_it_was_read(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What JSON makes of a text takes up to thirty times its memory: no call keeps that until its answer."""
+    """What JSON makes of a text takes several times its memory: no call keeps that until its answer."""
     found: list[weakref.ref[Any]] = []
     read = exchange.object_of
 
