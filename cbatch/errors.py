@@ -338,9 +338,12 @@ class InsideStepError(CBatchError, RuntimeError):
 class IncompatibleLlamaError(EngineError):
     """cbatch, llama-cpp-python and the library of llama.cpp do not fit together."""
 
-    def __init__(self, message: str, reason: str = "") -> None:
-        """Keep why they do not, without the versions and ways out that the message has; empty where it says no more."""
-        self.reason = reason or message
+    def __init__(self, message: str, reason: str = "", kind: str = "") -> None:
+        """Keep why they do not, without the versions and ways out that the message has; empty where it says no more.
+
+        `kind` is the name under which `cbatch doctor` reports it, if it has one of its own.
+        """
+        self.reason, self.kind = reason or message, kind
         super().__init__(message)
 
 

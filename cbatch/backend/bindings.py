@@ -80,7 +80,8 @@ def checked_library() -> Path | None:
     if bindings_version() and _numbers(bindings_version()) < _numbers(OLDEST):
         raise IncompatibleLlamaError(
             f"llama-cpp-python {bindings_version()} is too old: cbatch needs {OLDEST} or later; "
-            "pip install --upgrade llama-cpp-python"
+            "pip install --upgrade llama-cpp-python",
+            kind="bindings-old",
         )
     file = named_library()
     if file is not None:
@@ -94,13 +95,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def not_loaded(file: Path | None, error: BaseException) -> IncompatibleLlamaError:
     """Return what to say where `llama_cpp` cannot be imported."""
+    missing, has_none = "library-missing", isinstance(error, ModuleNotFoundError)
     if file is not None:
-        return misfit(file, _no_function(error) or words_of(error))
-    if isinstance(error, ModuleNotFoundError):
-        return IncompatibleLlamaError(f"{words_of(error)}: pip install llama-cpp-python")
+        reason = _no_function(error) or words_of(error)
+        return misfit(file, reason, missing if has_none else "")
+    if has_none:
+        words = f"{words_of(error)}: pip install llama-cpp-python"
+        return IncompatibleLlamaError(words, kind=missing)
     return IncompatibleLlamaError(
         f"llama-cpp-python {bindings_version()} cannot load its library of llama.cpp: {words_of(error)}. Install it "
-        f"again, or name another library: {VARIABLE}, load(library=…) or --llama-library"
+        f"again, or name another library: {VARIABLE}, load(library=…) or --llama-library",
+        kind=missing,
     )
 
 

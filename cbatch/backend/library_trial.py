@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.backend.named_library import backend_folders
-from cbatch.errors import CBatchError, IncompatibleLlamaError, words_of
+from cbatch.errors import CBatchError, ConfigError, IncompatibleLlamaError, words_of
 
 MODEL = Path(__file__).parents[1] / "models" / "chat.gguf"
 _PROMPT = b"<|im_start|>user\nCount from 3 to 7.<|im_end|>\n<|im_start|>assistant\n"
@@ -36,14 +36,17 @@ _N_ROOM = 64
 def main() -> None:
     """Print what a library is and what is wrong with it, as JSON; the argument is the number of a device, or absent.
 
-    The keys: `problem`, None or why the library cannot be used. Where it could be loaded also `library`, its file;
-    `version`; `system`, llama.cpp's own line of instruction sets; `backends`, numbers of devices by name; `unloaded`,
-    why files of backends do not load, by name; and `devices`, each with name, maker, takes_layers, n_free and n_total.
+    The keys: `problem`, None or why it cannot be used; `kind`, `cbatch doctor`'s name of that, if any. Where it
+    could be loaded also `library`, its file; `version`; `system`, llama.cpp's own line of instruction sets; `backends`,
+    numbers of devices by name; `unloaded`, why files of backends do not load, by name; and `devices`, each with name,
+    maker, takes_layers, n_free and n_total.
     """
     try:
         found = _found(int(sys.argv[1]) if len(sys.argv) > 1 else None)
     except IncompatibleLlamaError as error:
-        found = {"problem": error.reason}
+        found = {"problem": error.reason, "kind": error.kind}
+    except ConfigError as error:  # of the place that is named
+        found = {"problem": words_of(error), "kind": "library-missing"}
     except (CBatchError, OSError, AttributeError) as error:
         found = {"problem": words_of(error)}
     sys.stdout.write(f"\n{json.dumps(found)}\n")
@@ -55,8 +58,10 @@ def _found(i_device: int | None) -> dict[str, Any]:
 
     found, file = devices(), library_file()
     kept = ("name", "maker", "takes_layers", "n_free", "n_total")
+    problem = wrong_answer(llama_cpp, None if i_device is None else found[i_device].handle)
     return {
-        "problem": wrong_answer(llama_cpp, None if i_device is None else found[i_device].handle),
+        "problem": problem,
+        "kind": "answer-wrong" if problem else "",
         "library": str(file),
         "version": library_version(),
         "system": llama_cpp.llama_print_system_info().decode(errors="replace"),

@@ -140,19 +140,21 @@ def check_library(file: Path) -> None:
         raise misfit(file, reason)
     os.environ[TRIED] = stamp  # the trial's own process loads it, too
     try:
-        if reason := tried()["problem"]:
-            raise misfit(file, reason)
+        found = tried()
+        if reason := found["problem"]:
+            raise misfit(file, reason, found.get("kind", ""))
     except BaseException:
         del os.environ[TRIED]
         raise
 
 
-def misfit(file: Path, reason: str) -> IncompatibleLlamaError:
-    """Return the error that refuses a library."""
+def misfit(file: Path, reason: str, kind: str = "") -> IncompatibleLlamaError:
+    """Return the error that refuses a library, of a kind that `cbatch doctor` names."""
     return IncompatibleLlamaError(
         f"the library of llama.cpp {file} does not fit: {reason} (llama-cpp-python {bindings_version()}; "
         "docs/operate/compatibility.md#a-library-of-your-own)",
         reason,
+        kind,
     )
 
 
@@ -281,6 +283,7 @@ def load_backends(lib: Any, file: Path) -> None:
         raise misfit(
             file,
             f"no backend, such as libggml-cpu, can be loaded from {', '.join(map(str, folders))}",
+            "no-backends",
         )
 
 

@@ -47,9 +47,6 @@ _DRIVERS = {
     "libze_loader": "Intel's level-zero loader",
     "libsycl": "Intel's oneAPI runtime",
 }
-_NATIVE_MISSING = ("is missing", "is the source checkout")
-"""Words of errors about cbatch's native library where there is none. Source: `backend.llama.library`."""
-
 _HOST_BACKENDS = ("CPU", "BLAS", "RPC")
 
 
@@ -84,36 +81,27 @@ def _library(found: Installation) -> Iterator[Advice]:
     problem = found.library["problem"]
     if problem is None:
         return
+    name = found.library.get("kind") or "library-unfit"
+    # what is missing, or too old, is a sentence already
+    is_whole = name in ("library-missing", "bindings-old")
+    text = problem if is_whole else f"the library of llama.cpp cannot be used: {problem}"
     todo = f"install another build of llama-cpp-python, or name another library: {_INSTALL}"
-    if "cannot open shared object" in problem and (driver := _driver(problem)):
-        yield Advice("driver-missing", "broken", _of_library(problem), f"install {driver}")
-        return
-    if "is too old" in problem:
-        name, todo = "bindings-old", "pip install --upgrade llama-cpp-python"
-    elif "no backend" in problem:
-        name, todo = (
-            "no-backends",
-            "copy the libggml-cpu that belongs to the library into the same folder",
-        )
-    elif problem.startswith(("no library", "No module")) or "cannot load its library" in problem:
-        name = "library-missing"
-    elif "computes wrongly" in problem:
-        name = "answer-wrong"
-    else:
-        name = "library-unfit"
-    yield Advice(name, "broken", _of_library(problem), todo)
+    if "cannot open shared object" in problem and (
+        driver := _driver(problem)
+    ):  # the system's words
+        name, todo = "driver-missing", f"install {driver}"
+    yield Advice(name, "broken", text, _TODO.get(name, todo))
+
+
+_TODO = {
+    "bindings-old": "pip install --upgrade llama-cpp-python",
+    "no-backends": "copy the libggml-cpu that belongs to the library into the same folder",
+}
 
 
 def _driver(reason: str) -> str:
     """Return what a library that does not load needs of a GPU's maker; empty where that is not known."""
     return next((driver for name, driver in _DRIVERS.items() if name in reason), "")
-
-
-def _of_library(problem: str) -> str:
-    """Return what is wrong with the library as a sentence that says so."""
-    if problem.startswith(("llama-cpp-python", "no library", "No module")):
-        return problem
-    return f"the library of llama.cpp cannot be used: {problem}"
 
 
 def _answers(found: Installation) -> Iterator[Advice]:
@@ -265,8 +253,7 @@ def _spins(said: Mapping[str, str]) -> bool:
 
 def _native(found: Installation) -> Iterator[Advice]:
     if found.native_problem:
-        is_missing = any(words in found.native_problem for words in _NATIVE_MISSING)
-        name = "native-missing" if is_missing else "native-other"
+        name = "native-missing" if found.is_native_missing else "native-other"
         yield Advice(name, "broken", found.native_problem, "install cbatch again")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.named_library import VARIABLE, tried
-from cbatch.errors import CBatchError, words_of
+from cbatch.errors import CBatchError, IncompatibleLlamaError, words_of
 
 _DEVICE_FILES = ("nvidia[0-9]*", "dri/renderD*", "kfd", "dxg")
 """Files in /dev of GPUs. Source: the drivers of NVIDIA, of Linux's DRM, of AMD's compute devices, and of WSL."""
@@ -36,6 +36,7 @@ class Installation:
         library: what a trial of llama.cpp's library found; see `cbatch.backend.library_trial.main`.
         answers: by the names of devices, how the shipped model's answer is wrong there; None where it is right.
         native_problem: why cbatch's native library cannot be used; empty if it can.
+        is_native_missing: whether that is because there is none.
         has_amx_trap: whether llama.cpp's AMX code ends its process.
         features: instruction sets of the processor, as Linux names them; empty where unknown.
         n_cores: cores that this process may use.
@@ -53,6 +54,7 @@ class Installation:
     library: Mapping[str, Any] = field(default_factory=dict)
     answers: Mapping[str, str | None] = field(default_factory=dict)
     native_problem: str = ""
+    is_native_missing: bool = False
     has_amx_trap: bool = False
     features: frozenset[str] = frozenset()
     n_cores: int = 1
@@ -113,14 +115,16 @@ def _of_llama() -> dict[str, Any]:
     from cbatch.backend.load.amx import has_sound_amx
     from cbatch.backend.load.open_model import shipped_model
 
-    problem = ""
+    problem, is_missing = "", False
     try:
         handshake()
         has_amx_trap = not has_sound_amx(shipped_model())
     except CBatchError as error:
         problem, has_amx_trap = words_of(error), False
+        is_missing = isinstance(error, IncompatibleLlamaError) and error.kind == "native-missing"
     return {
         "native_problem": problem,
+        "is_native_missing": is_missing,
         "has_amx_trap": has_amx_trap,
         "n_free_bytes": host_most(),
         "has_notes": notes.can_write(),

@@ -45,8 +45,8 @@ def _with_library(**changed: Any) -> Installation:
     return replace(SOUND, library={**_LIBRARY, **changed})
 
 
-def _unusable(problem: str) -> Installation:
-    return replace(SOUND, library={"problem": problem}, answers={})
+def _unusable(problem: str, kind: str = "") -> Installation:
+    return replace(SOUND, library={"problem": problem, "kind": kind}, answers={})
 
 
 def _with_variable(name: str, value: str) -> Installation:
@@ -55,11 +55,11 @@ def _with_variable(name: str, value: str) -> Installation:
 
 PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
     "library missing": (
-        _unusable("llama-cpp-python 0.3.36 cannot load its library of llama.cpp: not found"),
+        _unusable("llama-cpp-python 0.3.36 cannot load its library of llama.cpp: not found", "library-missing"),
         "library-missing", "broken", "name another library",
     ),
     "bindings missing": (
-        _unusable("No module named 'llama_cpp': pip install llama-cpp-python"),
+        _unusable("No module named 'llama_cpp': pip install llama-cpp-python", "library-missing"),
         "library-missing", "broken", "install",
     ),
     "library foreign": (
@@ -67,11 +67,11 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
         "library-unfit", "broken", "another build",
     ),
     "no backends": (
-        _unusable("no backend, such as libggml-cpu, can be loaded from /lib"),
+        _unusable("no backend, such as libggml-cpu, can be loaded from /lib", "no-backends"),
         "no-backends", "broken", "libggml-cpu",
     ),
     "bindings old": (
-        _unusable("llama-cpp-python 0.3.20 is too old: cbatch needs 0.3.36 or later"),
+        _unusable("llama-cpp-python 0.3.20 is too old: cbatch needs 0.3.36 or later", "bindings-old"),
         "bindings-old", "broken", "pip install --upgrade",
     ),
     "library linked to a driver that is missing": (
@@ -79,7 +79,7 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
         "driver-missing", "broken", "NVIDIA's driver",
     ),
     "library that computes wrongly": (
-        _unusable("it computes wrongly: token 3 where 4 is right"), "answer-wrong", "broken", "build",
+        _unusable("it computes wrongly: token 3 where 4 is right", "answer-wrong"), "answer-wrong", "broken", "build",
     ),
     "device that computes wrongly": (
         replace(
@@ -89,7 +89,7 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
         "answer-wrong", "broken", "n_gpu_layers=0",
     ),
     "native library missing": (
-        replace(SOUND, native_problem="cbatch's native library x is missing"),
+        replace(SOUND, native_problem="cbatch's native library x is missing", is_native_missing=True),
         "native-missing", "broken", "install cbatch again",
     ),
     "native library of another cbatch": (

@@ -77,14 +77,16 @@ def load_library() -> Any:
     if not path.exists() and (folder.parent / "native" / "CMakeLists.txt").exists():
         raise IncompatibleLlamaError(
             f"{folder} is the source checkout of cbatch, not the installed package: run Python from another folder, "
-            "with your script there, or set PYTHONSAFEPATH=1 (Python 3.11 and later)"
+            "with your script there, or set PYTHONSAFEPATH=1 (Python 3.11 and later)",
+            kind="native-missing",
         )
     try:
         lib = ctypes.CDLL(str(path))
         version = lib.cbatch_abi_version()
     except (OSError, AttributeError) as error:
         raise IncompatibleLlamaError(
-            f"cbatch's native library {path} is missing or does not load ({error}); {_REINSTALL}"
+            f"cbatch's native library {path} is missing or does not load ({error}); {_REINSTALL}",
+            kind="native-missing",
         ) from error
     if version != ABI_VERSION:
         raise IncompatibleLlamaError(
