@@ -100,7 +100,9 @@ class Engine:
 
     In the thread that computes, during a step (a function of `record_steps`, a log handler, a `__del__`), commands take
     effect after the step: `cancel`, `pause` and `resume` return what they would do at that moment, `close` returns at
-    once, and calls that wait, such as `response.result()`, raise an `InsideStepError`.
+    once, and calls that wait, such as `response.result()`, raise an `InsideStepError`. The same holds in every thread
+    for handlers of cbatch's log, whose lock other threads may want. There, and in a `__del__` that runs while cbatch
+    holds a lock, questions to a worker raise too; `stats` returns the last snapshot.
     """
 
     def __init__(

@@ -326,12 +326,12 @@ class EngineError(CBatchError):
 
 
 class InsideStepError(CBatchError, RuntimeError):
-    """A call in the thread that computes, during a step, would wait for that step to end."""
+    """A call would wait for its own thread: from a callback during a step, a log handler or a finalizer."""
 
     def __init__(self) -> None:
         super().__init__(
-            "this call would wait for the step that is calling it (from a function of record_steps, a log handler, a "
-            "__del__ or another callback): make it in another thread, or after the step"
+            "this call would wait for its own thread (in a function of record_steps, a log handler, a __del__ or "
+            "another callback): make it in another thread, or after the callback has returned"
         )
 
 

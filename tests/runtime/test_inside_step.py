@@ -206,7 +206,7 @@ def test_what_would_wait_for_itself_is_refused_in_words(place: str, is_threaded:
             all_results(engine.run(["x", "y", "z"]))
     if not is_free:
         assert {type(error) for error in caught} == {InsideStepError}
-        assert "another thread, or after the step" in str(caught[0])
+        assert "make it in another thread, or after the callback" in str(caught[0])
 
 
 @no_pool(Reason.ONE_BACKEND)
