@@ -65,12 +65,12 @@ class GatedBackend(FakeBackend):
 
     def interrupt(self) -> None:
         super().interrupt()
-        if threading.current_thread().name in PROMPT_THREADS:
-            return  # it comes at any time, and no command waits for it
         if self._is_stepping:
             held, self._go = self._go, threading.Event()
             self.hold_at = self.n_runs + 1
             held.set()
+        elif threading.current_thread().name in PROMPT_THREADS:
+            return  # it comes at any time, and no command waits for it
         elif self._is_asked():
             self._go.set()
         self.n_interrupts += 1  # at last: one that is counted opens no gate later
