@@ -89,6 +89,12 @@ N_TEXTS_AHEAD = 2048
 """Texts of a generator in hand: enough to fill micro-batches, and for results that a reader has not taken. Our
 choice."""
 
+_N_QUESTION = 2**14
+"""Characters of texts that are tokenized by one question, about: our choice; it takes some 20 ms."""
+
+_N_SHORT = 64
+"""Characters that a shorter text counts as."""
+
 Opener = Callable[[IsStopped], "Runtime"]
 """Loads a model and returns its runtime. Once the load is to stop, errors that it raises are dropped."""
 
@@ -354,9 +360,7 @@ class Engine:
         tokens = [*self._runtime.tokens_of(item, settled)]
         if item.prompt is None or check_flag("add_special", add_special):
             return tokens
-        facts = self.model_facts
-        is_added = facts.adds_bos and not item.prompt.startswith(facts.bos_token or "\0")
-        return tokens[1:] if is_added and tokens[:1] == [facts.bos_id] else tokens
+        return _without_bos(item.prompt, tokens, self.model_facts)
 
     def render(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -1023,6 +1027,30 @@ def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> 
         CBatchError: the error with which a run would refuse the prompt.
     """
     return engine._runtime.checked(prompt, options)
+
+
+def tokens_of_each(engine: Engine, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Yield the tokens of each text as `engine.tokenize(text, add_special=False)` does; many are one question."""
+    left = iter(texts)
+    while some := _some_of(left):
+        for text, tokens in zip(some, engine._runtime.token_lists_of(some), strict=True):
+            yield _without_bos(text, tokens, engine.model_facts) if text else []
+
+
+def _some_of(texts: Iterator[str]) -> list[str]:
+    """Take texts for one question."""
+    some: list[str] = []
+    n_left = _N_QUESTION
+    while n_left > 0 and (text := next(texts, None)) is not None:
+        some.append(text)
+        n_left -= max(len(text), _N_SHORT)
+    return some
+
+
+def _without_bos(text: str, tokens: list[int], facts: ModelFacts) -> list[int]:
+    """Return a text's tokens without the BOS token that was put before it."""
+    is_added = facts.adds_bos and not text.startswith(facts.bos_token or "\0")
+    return tokens[1:] if is_added and tokens[:1] == [facts.bos_id] else tokens
 
 
 def open_local(

@@ -189,6 +189,11 @@ class Questions(Protocol):
         """Return a prompt's tokens; computes nothing. Raises as `Engine.tokenize`."""
         raise ElsewhereError
 
+    @crosses("token_lists", waits=True)
+    def token_lists_of(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text. Raises as `Engine.tokenize`."""
+        raise ElsewhereError
+
     @crosses("text", waits=True)
     def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
         """Return a chat as the model sees it, or a raw prompt as it is. Raises as `Engine.render`."""

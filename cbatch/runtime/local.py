@@ -182,6 +182,10 @@ class LocalRuntime:
         """Return a prompt's tokens; computes nothing."""
         return tokenize(self.backend.vocab, prompt, options)
 
+    def token_lists_of(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text."""
+        return [self.backend.vocab.tokenize(text) for text in texts]
+
     def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
         """Return a chat as the model sees it, or a raw prompt as it is."""
         vocab = self.backend.vocab

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anyio
 
 import cbatch
-from cbatch.engine import Engine, checked_tokens, run_late, run_options_of, run_soon
+from cbatch.engine import (
+    Engine,
+    checked_tokens,
+    run_late,
+    run_options_of,
+    run_soon,
+    tokens_of_each,
+)
 from cbatch.errors import CBatchError, NoThreadError
 from cbatch.messages import BatchPrompt
 from cbatch.options import NO_OPTIONS, RunOptions, Sampling
@@ -128,8 +135,11 @@ class Call(ABC):
         """
         asked = self.asked
         biases = dict(asked.options.logit_bias or {})
-        for text, bias in asked.biased_texts:
-            for token in engine.tokenize(text, add_special=False):
+        texts = (text for text, _ in asked.biased_texts)
+        for (_, bias), tokens in zip(
+            asked.biased_texts, tokens_of_each(engine, texts), strict=True
+        ):
+            for token in tokens:
                 biases[token] = biases.get(token, 0.0) + bias
             yield
         if asked.biased_texts:

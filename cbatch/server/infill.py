@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from cbatch.engine import tokens_of_each
 from cbatch.messages import BatchPrompt
 from cbatch.server.http_errors import absent
 from cbatch.server.llama_completions import LlamaCall, wanted_in
@@ -17,12 +18,10 @@ from cbatch.server.request_fields import Dialect, RequestFields, asked_of
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from cbatch.engine import Engine
     from cbatch.support.model_facts import ModelFacts
-
-    Tokens = Callable[[str], list[int]]
 
 
 class _OtherFile(Struct):
@@ -101,11 +100,7 @@ class InfillCall(LlamaCall):
     def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> Iterator[None]:
         """Make the prompt: other files, the text before the gap, and the text after it."""
         yield from super().see_vocabulary(engine, facts)
-
-        def tokens_of(text: str) -> list[int]:
-            return engine.tokenize(text, add_special=False) if text else []
-
-        prefix, begun, suffix = map(tokens_of, self._texts)
+        prefix, begun, suffix = tokens_of_each(engine, self._texts)
         n_window, n_output = engine.n_window, self.asked.options.max_tokens
         n_output = n_window // 4 if n_output is None else min(n_output, n_window // 2)
         n_room = n_window - n_output
@@ -115,28 +110,30 @@ class InfillCall(LlamaCall):
         prefix = _last(prefix, n_near * 3 // 4)
         suffix = suffix[: max(0, n_near // 4 - len(begun) - 2)]
         near = [*first, fim["pre"], *prefix, *begun, fim["suf"], *suffix, fim["mid"]]
-        extra = yield from _extra_tokens(self._extra, fim, tokens_of, n_room - len(near))
+        extra = yield from _extra_tokens(self._extra, fim, engine, n_room - len(near))
         self.prompts = [BatchPrompt(tokens=[*extra, *near])]
 
 
 def _extra_tokens(
-    files: Sequence[_OtherFile], fim: Mapping[str, int], tokens_of: Tokens, n_most: int
+    files: Sequence[_OtherFile], fim: Mapping[str, int], engine: Engine, n_most: int
 ) -> Generator[None, None, list[int]]:
     """Return the last `n_most` tokens of other files, or all. Yields after each file."""
-
-    def head(name: str) -> list[int]:
-        return [fim["sep"], *tokens_of(f"{name}\n")] if "sep" in fim else tokens_of(_SNIPPET)
-
-    parts = [head("filename") if "sep" in fim else []]  # the last comes first
+    sep = [fim["sep"]] if "sep" in fim else []
+    project, name = tokens_of_each(engine, ("myproject\n", "filename\n"))
+    parts = [[*sep, *name] if sep else []]  # the last comes first
     n_tokens = len(parts[0])
-    for file in reversed(files):
+    texts = (
+        text for f in reversed(files) for text in (f"{f.filename}\n" if sep else _SNIPPET, f.text)
+    )
+    found = tokens_of_each(engine, texts)
+    for head in found:
         if n_tokens >= n_most:
             break
-        parts.append([*head(file.filename), *tokens_of(file.text)])
+        parts.append([*sep, *head, *next(found)])
         n_tokens += len(parts[-1])
         yield
     if "rep" in fim:
-        parts.append([fim["rep"], *tokens_of("myproject\n")])
+        parts.append([fim["rep"], *project])
     return _last([token for part in reversed(parts) for token in part], n_most)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from cbatch.chat.openai_format import chat_tokens
-from cbatch.engine import Engine
+from cbatch.engine import Engine, tokens_of_each
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -18,6 +18,7 @@ from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
 from cbatch.server.openai_completions import OF_TEXT, is_token, moot_in, prompt_of
+from cbatch.server.prompt_size import check_tokens
 from cbatch.server.request_fields import Dialect, RequestFields, asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
 from cbatch.server.sse import StreamEncoder, frame_pieces
@@ -77,6 +78,7 @@ class LlamaCall(Call):
         yield from super().see_vocabulary(engine, facts)
         for i, said in enumerate(self._said):
             if _is_mixed(said):
+                check_tokens(said, engine.n_window, self.prompt_field)
                 tokens: list[int] = []
                 for some in _tokens_of_pieces(engine, said):
                     tokens += some
@@ -262,8 +264,9 @@ def _prompt(said: Any, place: str) -> BatchPrompt:
 
 def _tokens_of_pieces(engine: Engine, said: Sequence[Any]) -> Iterator[Sequence[int]]:
     """Yield the tokens of each piece of a mixed prompt; a text at its beginning gets the BOS token."""
-    for i, piece in enumerate(said):
-        if not isinstance(piece, str):
-            yield (piece,)
-        elif piece:
-            yield engine.tokenize(piece, add_special=not i)
+    first, *others = said
+    if first != "":
+        yield engine.tokenize(first) if isinstance(first, str) else (first,)
+    found = tokens_of_each(engine, (piece for piece in others if isinstance(piece, str)))
+    for piece in others:
+        yield next(found) if isinstance(piece, str) else (piece,)

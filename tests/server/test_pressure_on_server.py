@@ -18,6 +18,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.bench.experiments.http_load import request
 from cbatch.engine_options import ScheduleOptions
 from cbatch.response import Timings, Usage
+from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.waking import call_soon_here
 from cbatch.server import create_app
 from cbatch.server.desk import Desk
@@ -44,9 +45,12 @@ from tests.server.test_large_bodies import Client
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from starlette.applications import Starlette
+
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
 
 
 LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
@@ -135,10 +139,11 @@ def test_slow_reader_stops_nobody() -> None:
 # ---- many questions of one call ----
 
 TEXTS = [f"text {i}" for i in range(50)]
+LONG_TEXTS = [text + "." * 1000 for text in TEXTS]
 MANY: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": (COMPLETIONS, {"prompt": TEXTS}),
-    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": [[text, 1] for text in TEXTS]}),
-    "pieces": ("/completion", {"prompt": [piece for text in TEXTS for piece in (text, 5)]}),
+    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": [[text, 1] for text in LONG_TEXTS]}),
+    "pieces": ("/completion", {"prompt": [piece for text in LONG_TEXTS for piece in (text, 5)]}),
     "documents": ("/v1/rerank", {"query": "q", "documents": TEXTS}),
 }
 
@@ -179,6 +184,51 @@ def test_client_that_left_has_nothing_more_tokenized(
         anyio.run(main, app)
         assert app.state.desk.is_idle
     assert 0 < n_tokenized < len(TEXTS) // 2
+
+
+N_SHORT = 2000
+SHORT_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": [[f"{i}", 1] for i in range(N_SHORT)]}),
+    "pieces": ("/completion", {"prompt": ["a", 5] * N_SHORT, "n_predict": 1}),
+    "files": (
+        "/infill",
+        {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}] * N_SHORT},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT_TEXTS)
+def test_many_short_texts_are_few_questions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    lists_of, tokens_of = LocalRuntime.token_lists_of, LocalRuntime.tokens_of
+
+    def counted_lists(self: LocalRuntime, texts: list[str]) -> list[list[int]]:
+        asked.append(len(texts))
+        return lists_of(self, texts)
+
+    def counted(self: LocalRuntime, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        asked.append(1)
+        return tokens_of(self, prompt, options)
+
+    monkeypatch.setattr(LocalRuntime, "token_lists_of", counted_lists)
+    monkeypatch.setattr(LocalRuntime, "tokens_of", counted)
+    backend = FakeBackend(2, 3 * N_SHORT)
+    backend.fim = {"pre": 1, "suf": 2, "mid": 3}
+    with fake_app(engine=Engine(backend)) as app, running(app) as server:
+        path, body = SHORT_TEXTS[kind]
+        answer = httpx.post(server.url + path, json={"max_tokens": 1, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert sum(asked) >= min(N_SHORT, 3 * N_SHORT // 20)
+    assert len(asked) <= N_SHORT // 100
+
+
+def test_pieces_of_a_prompt_are_limited_as_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.server.prompt_size.MIN_TOKENS", 10)
+    with fake_app(2, 16) as app, running(app) as server:
+        body = {"prompt": ["a", 5] * 33}
+        error = httpx.post(server.url + "/completion", json=body).json()["error"]
+    assert "prompt has 66 token ids; at most 64 are read" in error["message"]
+    assert error["param"] == "prompt"
 
 
 def test_call_with_many_prompts_holds_no_thread_that_others_need(

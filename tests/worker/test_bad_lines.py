@@ -67,6 +67,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "compare_rows": {"ids": ["x"]},
     "count": {"prompt": ITEM, "options": {}},
     "tokens": {"prompt": ITEM},
+    "token_lists": {"texts": ["ab", ""]},
     "text": {"prompt": ITEM},
     "pieces": {"tokens": [65]},
     "model_facts": {},
