@@ -550,6 +550,16 @@ class Given:
         EngineOptions.of(settings)
         return settings
 
+    def files(self) -> list[str]:
+        """Return the files that options of the model and of answers name: as FILE, @FILE, NAME=FILE or NAME=@FILE."""
+        read = [o for o in self._options if o.panel in (*ENGINE, ANSWERS)]
+        values = [value for o in read if (value := self._values.get(o.name)) is not None]
+        texts = [
+            str(v) for value in values for v in (value if isinstance(value, list) else [value])
+        ]
+        named = [*texts, *(re.sub(r"^([^=]+=)?@?", "", text) for text in texts)]
+        return [path for path in map(os.path.expanduser, named) if os.path.isfile(path)]
+
     def run_options(self) -> RunOptions:
         """Return the options of all requests; a single adapter is used for all, unless `--set` says otherwise."""
         given = self.settings(ANSWERS)

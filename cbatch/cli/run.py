@@ -16,8 +16,10 @@ from cbatch.cli.option_table import FILES, NAMES, RUN, Given, names_in, option, 
 from cbatch.cli.terminal import busy, note_at_once, say, tell
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
-from cbatch.files.places import STDOUT, is_dash
+from cbatch.files.output.run_paths import check_places
+from cbatch.files.places import STDOUT, check_apart, is_dash
 from cbatch.files.preview import SAMPLE_S, CheckSummary, Estimate, check_file, estimate_file
+from cbatch.files.settings import FileOptions
 from cbatch.progress import (
     PLAIN_INTERVAL_S,
     BatchSnapshot,
@@ -76,6 +78,7 @@ def run(
     view = view_for(target, is_quiet=given["quiet"], is_json=given["json"])
     if given["demo"]:
         _check_demo(given)
+        check_apart(target, given.files())
         with ending_with_the_reader(view):
             run_demo(
                 target,
@@ -94,6 +97,7 @@ def run(
     elif is_dry:
         _look(source or [], view, is_estimate=given["dry_run"], call=call)
     else:
+        check_places(target, FileOptions(**files), given.files())
         finish_run(source or [], target, view, call)
 
 

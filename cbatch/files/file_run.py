@@ -30,6 +30,7 @@ from cbatch.files.settings import (
     FileOptions,
     check_engine,
     engine_for,
+    read_to_load,
     split_settings,
 )
 from cbatch.files.vector_work import VectorEngine
@@ -38,7 +39,7 @@ from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, View, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
-from cbatch.support.checks import check_path, readable, shown
+from cbatch.support.checks import readable, shown
 from cbatch.support.hub import local_model
 
 if TYPE_CHECKING:
@@ -104,12 +105,8 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
     defaults, view = RunOptions.of(options), _view(progress)
     named, model, place = model, local_model(model), file_of("output", output)
     _check_calls(on_result, stop)
-    models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
-    beside = [
-        *(load_settings.get("adapters") or {}).values(),
-        *(load_settings.get(n) or "" for n in ("draft", "mmproj")),
-    ]
-    check_places(place, asked, [*models, *filter(None, map(str, beside))])
+    to_load = read_to_load(model, load_settings)
+    check_places(place, asked, to_load)
     with Recording(asked, view.say) as recording:
         run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result, vectors)
         with ExitStack() as stack:
@@ -118,7 +115,7 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
             wants = defaults if engine is None else defaults.over(engine.options)
             columns = None if vectors is not None else columns_asked(wants)
             stream, target = _opened(stack, source, place, asked, columns=columns)
-            if engine is None and all(map(os.path.isfile, models)):
+            if engine is None and all(map(os.path.isfile, to_load)):
                 view.say(f"loading {named or 'the model shipped with cbatch'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
             has_vectors = vectors is not None or _vector_call(stream) is not None

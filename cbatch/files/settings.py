@@ -21,6 +21,7 @@ from cbatch.support.checks import (
     check_fields,
     check_flag,
     check_int,
+    check_path,
     check_seconds,
     check_string,
     check_text,
@@ -28,6 +29,7 @@ from cbatch.support.checks import (
     shown,
     strings_of,
 )
+from cbatch.support.hub import parts_of_model
 
 MAX_WINDOW = 65_536
 """Most items of a window: more would not be ordered better."""
@@ -135,6 +137,15 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, 
 
 
 # ---- the engine ----
+
+
+def read_to_load(model: object, settings: Mapping[str, Any]) -> list[str]:
+    """Return the files of a model that are read to load it, with settings of `cbatch.load`, by name."""
+    named = [*(settings.get("adapters") or {}).values()]
+    named += [settings[name] for name in ("draft", "mmproj") if settings.get(name)]
+    if isinstance(model, str | os.PathLike):
+        named += parts_of_model(Path(check_path("model", model))) or [model]
+    return [*map(str, named)]
 
 
 def check_engine(engine: object) -> None:

@@ -18,7 +18,7 @@ from cbatch.files.output.durable import whole
 from cbatch.files.output.encoders import Encoder, ScoreColumns
 from cbatch.files.output.target import encoder
 from cbatch.files.places import check_apart, check_new, file_of, is_dash, stdout
-from cbatch.files.settings import FileOptions, engine_for, split_settings
+from cbatch.files.settings import FileOptions, engine_for, read_to_load, split_settings
 from cbatch.files.vector_work import in_order, result_of, text_or_prompt
 from cbatch.files.work import RunTally
 from cbatch.options import NO_OPTIONS
@@ -141,10 +141,11 @@ def rerank_file(  # noqa: PLR0913  # how rows are scored, and what is written
         check_new(place, force=asked.force)
     with ExitStack() as stack:
         stream = stack.enter_context(closing(ItemStream(source, asked)))
-        check_apart(place, stream.source.paths)
+        model = local_model(model)
+        check_apart(place, [*stream.source.paths, *read_to_load(model, of_load)])
         encode = _encoder(stream, place, asked)
         lent = engine_for(
-            engine, local_model(model), of_load, lambda: None, asked=asked, options=NO_OPTIONS,
+            engine, model, of_load, lambda: None, asked=asked, options=NO_OPTIONS,
             isolates=True,
         )  # fmt: skip
         items = [*islice(stream, asked.limit)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from cbatch.errors import ConfigError, words_of
@@ -40,3 +42,13 @@ def local_model(model: Any) -> Any:
         return hub.hf_hub_download(repo_id=f"{owner}/{repo}", filename=file)
     except Exception as error:  # whatever its HTTP client raises
         raise ConfigError(f"{name}: cannot be downloaded: {words_of(error)}") from error
+
+
+def parts_of_model(path: Path) -> list[Path]:
+    """Return the files of a split model, or the one. Source: llama.cpp, llama_split_path: NAME-00001-of-00003.gguf."""
+    match = re.fullmatch(r"(.*-)00001(-of-(\d{5})\.gguf)", path.name)
+    if match is None:
+        return [path]
+    before, behind, n = match.groups()
+    parts = [path.with_name(f"{before}{i:05}{behind}") for i in range(1, int(n) + 1)]
+    return [part for part in parts if part.exists()]

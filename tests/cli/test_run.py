@@ -243,6 +243,25 @@ def test_file_without_permission_is_named_and_kept(
     assert result.stderr == f"cbatch: {out.with_name(name)}: cannot be read: Permission denied\n"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--chat-template", "{}"), ("--chat-template", "@{}"), ("--chat-template-kwargs", "@{}")),
+        *(("--set", "json_schema=@{}"), ("--set", "grammar=@{}"), ("--adapter", "a={}")),
+    ],
+)
+def test_file_of_an_option_is_never_written_over(
+    flag: str, value: str, write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source, file = write_input({"prompt": "a"}), out.with_name("given.json")
+    file.write_text("{}")
+    given = (flag, value.format(file), "--force")
+    for places in ((out, "--report", file), (file,)):
+        result = run(source, places[0], test_model, *given, *places[1:])
+        assert (result.exit_code, file.read_text()) == (2, "{}")
+        assert f"{file}: is the input" in result.stderr
+
+
 def test_input_by_another_name_is_never_the_output(
     write_input: WriteInput, out: Path, test_model: Path
 ) -> None:

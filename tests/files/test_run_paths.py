@@ -126,6 +126,15 @@ def test_adapter_is_not_written_over(source: Path) -> None:
     assert adapter.read_bytes() == b"weights"
 
 
+def test_later_part_of_a_split_model_is_not_written_over(source: Path) -> None:
+    first, second = (source.with_name(f"m-0000{i}-of-00002.gguf") for i in (1, 2))
+    for part in (first, second):
+        part.write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=r"00002\.gguf: is the input"):
+        run_file(source, source.with_name("out"), model=first, force=True, report=second)
+    assert second.read_bytes() == b"weights"
+
+
 @pytest.mark.parametrize(
     ("name", "taken"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,6 +12,7 @@ from cbatch.backend.bindings import build_name
 from cbatch.backend.llama.context import ROPE_VALUES
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.core.span import PromptCuts
+from cbatch.support.hub import parts_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +118,7 @@ def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
 def model_parts(name: str) -> Parts:
     """Return a model's files with size and time, or nothing where they are gone."""
     try:
-        stats = [(part, part.stat()) for part in _parts(Path(name).absolute())]
+        stats = [(part, part.stat()) for part in parts_of_model(Path(name).absolute())]
     except (OSError, ValueError):  # the second: no name of a file
         return ()
     return tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats)
@@ -162,13 +162,3 @@ def tensor_types(parts: Parts) -> Sequence[tuple[str, int]]:
     if None in headers:
         return ()
     return [(n, t.type) for header in headers if header for n, t in header.tensors.items()]
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return the files of a split model, or the one. Source: llama.cpp, llama_split_path: NAME-00001-of-00003.gguf."""
-    match = re.fullmatch(r"(.*-)00001(-of-(\d{5})\.gguf)", path.name)
-    if match is None:
-        return [path]
-    before, behind, n = match.groups()
-    parts = [path.with_name(f"{before}{i:05}{behind}") for i in range(1, int(n) + 1)]
-    return [part for part in parts if part.exists()]
