@@ -512,6 +512,21 @@ def test_duplicates_name_their_line_and_the_first_of_their_id(
         run_file(source, tmp_path / "b.jsonl", engine=engine, strict=True)
 
 
+def test_error_of_a_duplicate_names_the_first_of_its_id_also_after_that_moved(
+    engine: Engine, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for n_before in (1, 3, 2):
+        ids = ["x", "y", "z", "v", "w"]
+        ids.insert(n_before, "a")
+        source.write_text("".join(f'{{"id": "{id}", "prompt": "{id}"}}\n' for id in [*ids, "a"]))
+        run_file(source, out, engine=engine)
+        errors = [r["error"] for r in map(json.loads, out.read_text().splitlines()) if r["error"]]
+        assert [f"first in request {n_before + 1}:" in error["message"] for error in errors] == [
+            True
+        ]
+
+
 def test_stream_tells_that_the_engine_was_closed(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 100, max_tokens=60)  # not all are done before
     engine = make_engine(threaded=True)

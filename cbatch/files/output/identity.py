@@ -90,11 +90,9 @@ class Digests:
         return {name: both[name] for name in _NAMES if name in both}
 
 
-def placed(digest: bytes, place: str) -> bytes:
-    """Return the digest of an item whose only error is its id: the record of the error names its place, if any."""
-    if not place:
-        return digest
-    return blake2b(bytes_of(place), key=digest, digest_size=_N_BYTES).digest()
+def placed(digest: bytes, place: str, first: int) -> bytes:
+    """Return the digest of a duplicate: its error names its place, and the number of the first item with its id."""
+    return blake2b(bytes_of(f"{first} {place}"), key=digest, digest_size=_N_BYTES).digest()
 
 
 def _said(options: RunOptions) -> dict[str, Any]:

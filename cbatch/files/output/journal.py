@@ -139,7 +139,7 @@ class Journal:
             if first is not None:
                 self._has_doubles, self.first = True, first
                 key = duplicate_key(key, number)
-                digest = placed(digest, place)
+                digest = placed(digest, place, first)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
                 # it was the second item with its id then, and is the first now
