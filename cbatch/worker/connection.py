@@ -52,8 +52,8 @@ class Link(Protocol):
     def end(self) -> str:
         """Let go of the worker, wait until it is gone, and return why, in words; "" where it was asked to end."""
 
-    def kill(self) -> None:
-        """End the worker now."""
+    def kill(self, why: str = "") -> None:
+        """End the worker now; `end` says why, if the link knows how it ended."""
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the worker since the last call, as far as this system tells."""

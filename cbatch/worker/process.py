@@ -57,8 +57,8 @@ class ProcessLink:
         os.set_blocking(fd, False)
         self._output = cast("BinaryIO", self._process.stdout)
         self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
-        self._is_killed = False
-        """Whether it was killed from here."""
+        self._why = ""
+        """Why it was killed from here."""
         self._n_ticks = 0
         """The worker's time on cores, in ticks of the system's clock."""
         try:
@@ -84,9 +84,9 @@ class ProcessLink:
         """Yield the worker's frames as they come, until it is gone."""
         return read_frames(self._output)
 
-    def kill(self) -> None:
-        """End the worker now."""
-        self._is_killed = True
+    def kill(self, why: str = "killed by the process that started it") -> None:
+        """End the worker now; `end` says why."""
+        self._why = self._why or why
         self._process.kill()
 
     def is_stopped(self) -> bool:
@@ -113,8 +113,7 @@ class ProcessLink:
         if not code:
             return ""
         words = " | ".join([*self._words])
-        is_own = self._is_killed and code == -signal.SIGKILL
-        how = "killed by the process that started it" if is_own else _how(code)
+        how = self._why if self._why and code == -signal.SIGKILL else _how(code)
         return f"{how}{': ' if words else ''}{words}"
 
     def _listen(self) -> None:

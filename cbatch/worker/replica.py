@@ -76,9 +76,7 @@ class Replica:
             is_stopped = self._link is not None and self._link.is_stopped()
             self._n_looks_stopped = self._n_looks_stopped + 1 if is_stopped else 0
             if self._link is not None and self._n_looks_stopped == N_STOPPED_MAX:
-                if self.connection is not None:
-                    self.connection.cause = "a signal has stopped it, so it was killed"
-                self._link.kill()
+                self._link.kill(f"killed, because a signal had stopped it for {N_STOPPED_MAX} s")
 
     def _run(self) -> None:
         try:

@@ -194,7 +194,7 @@ class SocketLink:
         """Tell nothing: the worker may be on another machine."""
         return False
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Leave the worker."""
         with suppress(OSError):  # the worker has left
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -141,7 +141,7 @@ class FramesLink:
             self.n_taken += 1
             yield found
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         with self._came:
             self._n_lines = 0
             self._came.notify_all()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import ConfigError, WorkerDiedError
+from cbatch.errors import ConfigError, EngineError, WorkerDiedError
 from cbatch.options import RunOptions
 from cbatch.runtime.in_flight import InFlight
 from cbatch.worker.client import Workers
@@ -486,7 +486,24 @@ def test_worker_that_is_stopped_for_long_is_replaced(caplog: pytest.LogCaptureFi
         assert isinstance(died.error, WorkerDiedError)
         assert waited.token_ids == answers(alike(2))[1]
         check_empty(engine)
-    assert "a signal has stopped it, so it was killed" in caplog.text
+    assert "killed, because a signal had stopped it for" in caplog.text
+
+
+def test_worker_that_is_stopped_while_it_loads_is_killed_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.N_STOPPED_MAX", 1)
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    launches.is_silent = True
+
+    def launch() -> ThreadLink:
+        link = launches()
+        link.has_stopped = True
+        return link
+
+    engine = Engine(opener=lambda _: Workers([launch], can_replace=True))
+    with pytest.raises(EngineError, match="ready: killed, because a signal had stopped it for"):
+        engine.open()
 
 
 @st.composite

@@ -78,17 +78,23 @@ def test_worker_is_started_and_replaced_where_its_folder_is_gone(
         assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_end_of_a_worker_says_whether_it_was_killed_from_here(tmp_path: Path, is_own: bool) -> None:
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ((), "killed by the process that started it"),
+        (("stopped for long",), "stopped for long"),
+        (None, "ended by SIGKILL, which the system"),
+    ],
+)
+def test_end_of_a_worker_says_why_it_was_killed_from_here(
+    tmp_path: Path, why: tuple[str, ...] | None, told: str
+) -> None:
     link = ProcessLink(Hello(cbatch=VERSION), str(tmp_path))
-    if is_own:
-        link.kill()
-    else:
+    if why is None:
         os.kill(link.pid, signal.SIGKILL)
-    how = (
-        "killed by the process that started it" if is_own else "ended by SIGKILL, which the system"
-    )
-    assert link.end().startswith(how)
+    else:
+        link.kill(*why)
+    assert link.end().startswith(told)
 
 
 def test_killed_worker_costs_no_answer_where_items_are_asked_again(test_model: Path) -> None:
