@@ -35,6 +35,7 @@ from cbatch.server.telemetry import find_tracer
 from cbatch.server.vector_endpoints import answer_vectors
 from cbatch.server.web_page import page_files
 from cbatch.support.garbage import drop_frames
+from cbatch.support.logs import Log
 from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
 
     Handle = Callable[[Desk, Exchange], Awaitable[None]]
+
+_log = Log("cbatch.server")
 
 CLIENT_GONE = 499
 """The log's status of a call whose client has left. Source: nginx."""
@@ -182,9 +185,14 @@ class Endpoint:
         except (HttpProblemError, CBatchError, RuntimeError) as error:
             lacks_threads = is_lack_of_threads(error)
             is_known = lacks_threads or isinstance(error, HttpProblemError | CBatchError)
-            if exchange.status is not None or not is_known:
+            if not is_known or (exchange.status is not None and not exchange.can_cut):
                 raise
-            await exchange.respond_problem(problem_of(NoThreadError() if lacks_threads else error))
+            problem = problem_of(NoThreadError() if lacks_threads else error)
+            if exchange.status is None:
+                await exchange.respond_problem(problem)
+            else:
+                _log.warn("%s: the answer was cut off: %s", exchange.id, problem)
+                await exchange.cut()
             drop_frames(error)
 
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cbatch.server.exchange import JSON, dumps
-from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
+from cbatch.server.http_errors import CROWDED, DROP, HttpProblemError, crowded
 from cbatch.server.plain_requests import PlainRequestParser
 from cbatch.support.logs import Log
 
@@ -174,6 +174,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._handshake is not None:
             self._handshake = None
             return
+        self.app_state = {**self.app_state, DROP: self.drop}
         n_above = len(self.connections) - self._limits.n_max
         if n_above > 0:
             self.app_state = {**self.app_state, CROWDED: True}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from anyio.lowlevel import RunVar
 
-from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
+from cbatch.server.http_errors import DROP, HttpProblemError, bad_request, told, too_large
 from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
 from cbatch.support.garbage import uncollected
 from cbatch.support.lazy_json import listed, pieces_of
@@ -289,6 +289,16 @@ class Exchange:
             self._is_watched = False
 
     # ---- the answer ----
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether `cut` works: the server lets requests end their connection."""
+        return DROP in self.scope.get("state", {})
+
+    async def cut(self) -> None:
+        """End the connection within an answer, which its client would take for a whole one else."""
+        self.scope["state"][DROP]()
+        await self.wait_until_left()
 
     async def respond(
         self,

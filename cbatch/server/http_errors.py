@@ -56,6 +56,9 @@ _MENDED_S = 30.0
 NO_WORKER = "no worker can be started now: the server's log says why"
 """The message for clients: the reason itself may contain paths."""
 
+DROP = "cbatch.drop"
+"""Name in a request's state, by which a connection has the function that ends it at once."""
+
 CROWDED = "cbatch.crowded"
 """The mark, in the state of an ASGI scope, of a connection above the server's limit."""
 
@@ -71,6 +74,9 @@ class HttpProblemError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the error's body."""
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def kind(self) -> str:

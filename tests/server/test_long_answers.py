@@ -11,10 +11,19 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
+from cbatch.bench.experiments.http_load import request
 from cbatch.server.exchange import N_PART
 from cbatch.server.http_errors import HttpProblemError, draining
 from cbatch.support.lazy_json import LazyList
-from tests.server.clients import CHAT, COMPLETIONS, USER, fake_app
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    connected,
+    fake_app,
+    running,
+    wait_until,
+)
 from tests.server.test_large_bodies import Client
 
 if TYPE_CHECKING:
@@ -128,3 +137,20 @@ def test_error_within_a_long_event_is_no_event() -> None:
     with fake_app() as app:
         anyio.run(main, app)
     assert not sent[-1].endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_end_within_a_long_answer_that_nobody_reads_is_one_line(
+    caplog: pytest.LogCaptureFixture, *, stream: bool
+) -> None:
+    body = {**RESPONSE, "max_output_tokens": 8000, "stream": stream}
+    with fake_app(1, 8192) as app:
+        with running(app) as server, connected(server, request("/v1/responses", body), 4096):
+            connections = server.server.server_state.connections
+            wait_until(lambda: any(c.transport.get_write_buffer_size() for c in [*connections]))
+            server.ending.begin()
+            wait_until(lambda: not server.server.server_state.tasks)
+        told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(": ")[2] for line in told] == [
+        "the answer was cut off: the server is shutting down"
+    ]
