@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from types import FrameType
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -14,7 +15,7 @@ def main() -> None:
     """Run the command that this process's arguments name.
 
     A signal for which the command has no handler of its own, while it is imported or later, ends the process at once:
-    with one line and with 128 plus the signal's number.
+    with one line and with 128 plus the signal's number; a server with 0, as supervisors expect it, except for Ctrl-C.
     """
     _settle_inherited()
     for number in [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]:
@@ -44,7 +45,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
         if can_write.poll(0):  # else nobody reads it
             os.write(2, f"cbatch: {words}\n".encode())
     finally:
-        os._exit(128 + number)
+        is_asked = "serve" in sys.argv and number != signal.SIGINT
+        os._exit(0 if is_asked else 128 + number)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,13 @@ class Ending:
     def leave_threads(self, code: int) -> None:
         """End the process with this exit code if its end has begun and threads still run; Python would wait for them.
 
+        From then on, further signals are ignored.
         Such a thread computes for a client that has left, or was told that the server ends.
         """
         if not self.has_begun:
             return
+        for number in _NUMBERS:  # Python restores the default of a handler before it ends
+            signal.signal(number, signal.SIG_IGN)
         here, until_s = threading.current_thread(), time.monotonic() + _THREADS_S
         others = [t for t in threading.enumerate() if t is not here and not t.daemon]
         for thread in others:

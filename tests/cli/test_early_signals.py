@@ -90,6 +90,13 @@ def test_signal_while_python_imports_ends_with_a_line(
     assert struck(tmp_path, module, arguments, number) == (code, f"cbatch: {words}\n")
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_server_that_is_stopped_while_python_imports_has_its_usual_code(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    assert struck(tmp_path, "typer", ("-m", "cbatch", "serve"), number)[0] == code
+
+
 @pytest.mark.parametrize(
     ("command", "number"),
     [

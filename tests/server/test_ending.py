@@ -161,6 +161,22 @@ def test_process_that_does_not_end_behind_a_load_or_block_is_ended(
     assert other.codes == [0]
 
 
+@pytest.mark.real
+def test_signal_while_python_ends_changes_no_exit_code() -> None:
+    code = """if True:
+        import os, signal
+        from cbatch.server.ending import Ending
+        class Last:
+            def __del__(self, kill=os.kill, pid=os.getpid()):
+                kill(pid, signal.SIGTERM)
+        with Ending(0).on_signals() as end, end.serving(bool, bool):
+            os.kill(os.getpid(), signal.SIGTERM)
+        end.leave_threads(0)
+        last = Last()
+    """
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
+
+
 def test_threads_are_left_only_at_the_end_and_only_those_that_run() -> None:
     codes: list[int] = []
     end = Ending(3600, leave=codes.append)
