@@ -38,7 +38,7 @@ from cbatch.server.batch_index import (
 )
 from cbatch.server.files_folder import FilesFolder, is_full, limit_told
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
-from cbatch.support.folders import sync_folder
+from cbatch.support.folders import room_for, sync_folder
 from cbatch.support.logs import Log
 
 _log = Log("cbatch.server")
@@ -118,7 +118,7 @@ class BatchStore:
             why = (
                 "another server uses it: give another folder"
                 if is_locked
-                else f"cannot be used: {words_of(error)}"
+                else f"cannot be used: {room_for(error) or words_of(error)}"
             )
             raise ConfigError(f"files_dir={folder}: {why}") from error
 

@@ -48,6 +48,12 @@ def way_out(*paths: Path) -> str:
     return _WAYS_OUT[errno.EFBIG] if is_at_limit else ""
 
 
+def room_for(error: Exception) -> str:
+    """Return the way out of an error of the system or of SQLite that says that there is no room; else ""."""
+    number = errno.ENOSPC if "disk is full" in str(error) else getattr(error, "errno", None)
+    return _WAYS_OUT.get(number or 0, "")
+
+
 def system_error_of(error: Exception, *paths: Path) -> Exception:
     """Return an error of SQLite as the system has it if one of its files may not grow: SQLite has no word for that."""
     if "I/O" not in str(error) or not way_out(*paths):

@@ -388,6 +388,17 @@ def test_batch_on_a_full_disk_says_why_it_waits_and_can_be_cancelled(
             assert call(app, f"/v1/batches/{id}/cancel", method="POST").status_code == 200
 
 
+def test_first_start_on_a_full_disk_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("cbatch.server.batch_store.open_index", refused)
+    with pytest.raises(ConfigError, match="cannot be used: the disk is full: free some space"):
+        BatchStore(tmp_path / "new", 2**20)
+
+
 @contextmanager
 def files_of_at_most(n_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -18,7 +18,7 @@ from cbatch.errors import ConfigError, OutputError
 from cbatch.files.input.item import bytes_of
 from cbatch.files.output import durable as disk
 from cbatch.files.places import status_of
-from cbatch.support.folders import system_error_of
+from cbatch.support.folders import room_for, system_error_of
 
 GONE = 2**40
 """Added to the number of a record whose item is not in the input any more, which orders it after all others."""
@@ -212,6 +212,10 @@ class Manifest:
                     f"{self._output}: another run is writing to it: wait for its end, or give another output"
                 ) from error
             cause = self._cause_of(error)
+            if way_out := room_for(cause):
+                raise ConfigError(
+                    f"{self._home}: the manifest cannot be opened: {way_out}"
+                ) from cause
             reason = getattr(cause, "strerror", None) or cause
             raise ConfigError(
                 f"{self._home}: the manifest cannot be opened: {reason}: give an output in a folder where "
