@@ -18,6 +18,7 @@ from cbatch.options import RunOptions
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Runtime, Submission
 from cbatch.support.thread_start import started
+from cbatch.worker.framing import ENDED_S, STALL_S
 from cbatch.worker.host import SessionEnd
 
 if TYPE_CHECKING:
@@ -82,19 +83,21 @@ class LineSession:
             NoThreadError: the system has no more threads.
         """
         self._runtime.listen(self._tell_end)
+        patience_s = ENDED_S
         try:
             self._check_engine()
             started(partial(self._read, lines), "cbatch-lines")
             while not self._lines.is_done:
                 with suppress(Empty):
                     self._inbox.get(timeout=_LONGEST_WAIT_S)()
+            patience_s = STALL_S
         finally:
             self._is_over = True
             self._room.release()
             self._runtime.listen(None)
             self._lines.leave()
             self._machine.settle()  # the next client may use the same ids
-            self._frames.close(self._hang_up)
+            self._frames.close(self._hang_up, patience_s)
         return self._ending
 
     # ---- in other threads ----

@@ -81,12 +81,17 @@ class StreamWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._n_waiting <= N_BACKLOG_MAX or self._is_closed)
 
-    def close(self, hang_up: Callable[[], object] | None = None) -> None:
-        """Return when all is written, or the reader has left; `hang_up` has one leave that takes nothing any more."""
+    def close(
+        self, hang_up: Callable[[], object] | None = None, patience_s: float = STALL_S
+    ) -> None:
+        """Return when all is written, or the reader has left.
+
+        `hang_up` has one leave that takes nothing for `patience_s` seconds.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._sink.wait_for(self._thread, None if hang_up is None else STALL_S)
+        self._sink.wait_for(self._thread, None if hang_up is None else patience_s)
         if hang_up is not None and self._thread.is_alive():
             with suppress(OSError):  # the other side is gone
                 hang_up()

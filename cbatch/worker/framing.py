@@ -24,6 +24,9 @@ N_FRAME_MAX = 2**30
 STALL_S = 30.0
 """A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""
 
+ENDED_S = 1.0
+"""The same where the process ends, by a signal or an error. Our choice."""
+
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<Ic")
 """A length, and the first byte of the frame."""

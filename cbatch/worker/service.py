@@ -18,6 +18,7 @@ from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, shown
 from cbatch.support.thread_start import start
 from cbatch.worker.framing import (
+    ENDED_S,
     N_LINE_MAX,
     STALL_S,
     FrameSink,
@@ -175,7 +176,7 @@ def serve(
     host = Host(runtime, outbox, options, hello.frames)
     lines = read_messages(source, hello.frames)
     reader = threading.Thread(target=host.read, args=(lines,), name="cbatch-lines", daemon=True)
-    log = LogToOutbox(outbox)
+    log, patience_s = LogToOutbox(outbox), ENDED_S
     for record in said:
         log.handle(record)
     with _logs_to(log, hello.log_level):
@@ -184,8 +185,9 @@ def serve(
             if host.wait() is SessionEnd.LEFT:
                 _leave(hang_up, reader)
             ending = host.finish(is_patient=finishes)
+            patience_s = STALL_S
         finally:
-            outbox.close(None if hang_up is None else STALL_S)
+            outbox.close(None if hang_up is None else patience_s)
             _leave(hang_up, reader)
     if host.problem is not None:
         raise host.problem

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -256,6 +256,24 @@ def test_signal_ends_a_daemon_and_removes_its_socket(
         assert process.returncode == exit_code
         assert text.decode().endswith(f"cbatch: ended by {number.name}\n")
     assert not place.exists()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("first", [b"LIST_REQUESTS\n" * 2000, b'{"cbatch": 2}\n'])
+def test_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path, first: bytes) -> None:
+    command = b"LIST_REQUESTS\n" if first[:1] != b"{" else b'{"op": "slots", "n": 1}\n'
+    with (
+        daemon("--stream-tagged", "--socket", tmp_path / "s") as process,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        client.connect(str(tmp_path / "s") if address_of(process.stderr) else "")
+        client.settimeout(1)
+        client.sendall(first)
+        with suppress(TimeoutError):  # the daemon takes no more
+            while True:
+                client.sendall(command * 1000)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
 
 
 def next_client(address: str) -> Client:

@@ -309,7 +309,7 @@ def test_thread_of_a_session_ends_with_it() -> None:
 def test_client_that_reads_nothing_is_hung_up_on_at_its_end(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.daemon.streams.STALL_S", 0.3)
+    monkeypatch.setattr("cbatch.daemon.line_session.STALL_S", 0.3)
     here, there = socket.socketpair()
     with here, there:
         hang_up = partial(here.shutdown, socket.SHUT_RDWR)
