@@ -178,6 +178,17 @@ def test_lines_begin_behind_a_bom_and_utf16_is_refused(tmp_path: Path, opened: O
         list(opened(write(tmp_path / "b", "one\n".encode("utf-16"))).lines())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs a device without an end")
+def test_line_without_an_end_is_read_no_further_than_a_limit(
+    opened: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.files.input.text_files.N_PAST_BYTES", 2**24)
+    file = opened("/dev/zero", 2**16)
+    with pytest.raises(ConfigError, match=r"^/dev/zero: line 1 has more than 16,.* at most 65,536"):
+        list(file.lines())
+    assert file.n_bytes_read < 2**25
+
+
 def test_line_over_the_limit_takes_no_memory(tmp_path: Path, opened: OpenFile) -> None:
     file = opened(write(tmp_path / "file.gz", b"x" * 2**25), 2**16)
     tracemalloc.start()

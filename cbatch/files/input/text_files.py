@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 16 * 2**20
 """Our choice: four times the text that a window of a million tokens holds."""
 
+N_PAST_BYTES = 2**30
+"""Bytes of a line without an end after which no more is read: a device, or no file of lines. Our choice."""
+
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -233,6 +236,11 @@ class InputFile:
         while piece:
             n_bytes += len(piece)
             n_quotes += piece.count(b'"')
+            if n_bytes > (n_most := max(N_PAST_BYTES, 2 * self.max_line_bytes)):
+                raise ConfigError(
+                    f"{self.name}: line {self._n_lines} has more than {n_most:,} bytes, but at most "
+                    f"{self.max_line_bytes:,} are allowed: give a file of lines"
+                )
             piece = b"" if piece.endswith(b"\n") else self._readline(BUFFER_BYTES)
         return LongLine(n_bytes, n_quotes, self.max_line_bytes)
 
