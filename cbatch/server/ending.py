@@ -145,17 +145,19 @@ class Ending:
         """At the last moment, give up running work; then end the process if it still runs, even behind the block."""
         self._changed.wait_for(lambda: self._is_done or self.has_begun)
         while not (self._is_done or self.is_over):
-            self._changed.wait_for(
-                lambda: self._is_done or self.is_over, self.left_s(self._grace_s)
-            )
+            self._changed.wait_for(lambda: self._is_done or self.is_over, self._until(0.0))
         if self._is_done:
             return
         threading.Thread(target=self._on_over, name="cbatch-over", daemon=True).start()
-        time.sleep(_LAST_S)
+        time.sleep(self._until(_LAST_S))  # less where this thread was late, as on a busy machine
         told = threading.Thread(target=self._tell, name="cbatch-told", daemon=True)
         told.start()
         told.join(_THREADS_S)  # no longer: nobody may read stderr
         self._leave(self._code)
+
+    def _until(self, after_s: float) -> float:
+        """Return the seconds until so many seconds after the last moment; the end has begun."""
+        return max(0.0, (self._ends_s or 0.0) + after_s - self._clock())
 
     def _tell(self) -> None:
         name = signal.Signals(self._number).name

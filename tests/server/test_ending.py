@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -112,6 +113,25 @@ def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
         "cbatch: ended by force after SIGTERM, because something still ran"
         in capsys.readouterr().err
     )
+
+
+def test_end_by_force_does_not_wait_longer_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    now, left = [10.0], Left()
+    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=slept.append))
+
+    def be_late() -> None:
+        now[0] += 0.5
+
+    with (
+        Ending(0, clock=lambda: now[0], leave=left).on_signals() as end,
+        end.serving(be_late, bool),
+    ):
+        end.begin()
+        assert left.wait()
+    assert slept == [1.0]
 
 
 def test_stderr_that_nobody_reads_does_not_delay_the_end_by_force(
