@@ -512,7 +512,7 @@ def test_duplicates_name_their_line_and_the_first_of_their_id(
         run_file(source, tmp_path / "b.jsonl", engine=engine, strict=True)
 
 
-def test_error_of_a_duplicate_names_the_first_of_its_id_also_after_that_moved(
+def test_error_of_a_duplicate_names_the_first_item_after_it_moved(
     engine: Engine, tmp_path: Path
 ) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
