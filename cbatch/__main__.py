@@ -45,7 +45,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
         if can_write.poll(0):  # else nobody reads it
             os.write(2, f"cbatch: {words}\n".encode())
     finally:
-        is_asked = "serve" in sys.argv and number != signal.SIGINT
+        is_asked = sys.argv[1:2] == ["serve"] and number != signal.SIGINT
         os._exit(0 if is_asked else 128 + number)
 
 
