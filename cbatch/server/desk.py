@@ -371,6 +371,19 @@ class Desk:
             self.n_in_flight -= n_sequences
             self._reserve(visit, 0)
 
+    async def respond_held(self, exchange: Exchange, value: object, n_bytes: int) -> None:
+        """Send a long answer of some bytes in memory, for which there was no visit; see `Exchange.respond_long`.
+
+        Raises:
+            HttpProblemError: answers that clients read slowly leave no room for it.
+        """
+        visit = Visit(0, self.clock(), is_computed=True)
+        with visit.scope, self.answers.held(visit.end, lambda: True) as held:
+            held.add(n_bytes)
+            await exchange.respond_long(value)
+        if visit.problem is not None:
+            raise visit.problem
+
     def _reserve(self, visit: Visit, n_sequences: int) -> None:
         """Have batches leave slots for so many sequences of a call."""
         self._n_reserved += n_sequences - visit.n_reserved

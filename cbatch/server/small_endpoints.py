@@ -212,6 +212,10 @@ async def tokenizer_info(desk: Desk, exchange: Exchange) -> None:
     )
 
 
+_N_TOKEN, _N_PIECE, _N_CHARACTER = 40, 220, 6
+"""Bytes in memory of an answer's token, of one with its piece, and of a character with its copies."""
+
+
 async def tokenize(desk: Desk, exchange: Exchange) -> None:
     """Return tokens: of `content` as llama-server does, of `prompt` or `messages` as vLLM does."""
     body = await body_of(desk, exchange, _tokenized)
@@ -221,11 +225,11 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
             raise refused("parse_special", "control tokens in a text are always read as such")
         has_special = _flag(body, "add_special", default=False)
         tokens = await _tokens(desk, exchange, body["content"], "content", has_special=has_special)
-        listed = LazyList(int, tokens)
+        listed, n_each = LazyList(int, tokens), _N_TOKEN
         if _flag(body, "with_pieces", default=False):
             pieces = await desk.ask(exchange, desk.engine.pieces, tokens)
-            listed = LazyList(_with_piece, [*zip(tokens, pieces, strict=True)])
-        await exchange.respond_long({"tokens": listed})
+            listed, n_each = LazyList(_with_piece, [*zip(tokens, pieces, strict=True)]), _N_PIECE
+        await desk.respond_held(exchange, {"tokens": listed}, n_each * len(tokens))
         return
     if "messages" in body:
         call = await _checked(body["messages"], desk, exchange)
@@ -237,7 +241,7 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
             desk, exchange, body.get("prompt"), "prompt", has_special=has_special
         )
     said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": LazyList(int, tokens)}
-    await exchange.respond_long(said)
+    await desk.respond_held(exchange, said, _N_TOKEN * len(tokens))
 
 
 def _tokenized(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +289,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
         text = await desk.ask(exchange, desk.engine.detokenize, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
-    await exchange.respond_long({"content": text, "prompt": text})
+    await desk.respond_held(exchange, {"content": text, "prompt": text}, _N_CHARACTER * len(text))
 
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
@@ -293,7 +297,7 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
     call = await _checked(await body_of(desk, exchange, ChatCall.of), desk, exchange)
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.ask(exchange, desk.engine.render, prompt, options=options)
-    await exchange.respond_long({"prompt": text})
+    await desk.respond_held(exchange, {"prompt": text}, _N_CHARACTER * len(text))
 
 
 async def count_tokens(

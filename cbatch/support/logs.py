@@ -120,6 +120,11 @@ class Log:
         with Contained():
             self._put(logging.WARNING, text, args)
 
+    def pass_on(self, level: int, text: str, values: dict[str, Any] | None) -> None:
+        """Log a line of another process, with its values by name."""
+        with Contained():
+            self._put(level, "%s", (text,), extra={FIELDS: values})
+
     def fail(self, text: str) -> None:
         """Log an error with the exception that is being handled."""
         with Contained():

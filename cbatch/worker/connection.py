@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -276,16 +277,23 @@ class Connection:
     @contextmanager
     def read_aside(self) -> Iterator[None]:
         """Have another thread read meanwhile: it settles calls and puts off all else. For the thread of `messages`."""
-        with self._locked:
+        with HeldBack(), self._locked:  # a finalizer amid it must not wait
             if not self._is_aside:
-                self._aside = started(self._read_aside, "cbatch-aside", _AsideThread)
+                with (
+                    uncollected()
+                ):  # nor one in the new thread, which is not known to be it before it runs
+                    runs = Latch()
+                    work = partial(self._read_aside, runs)
+                    self._aside = started(work, "cbatch-aside", _AsideThread)
+                    runs.wait()
             self._reads_on = self._is_aside = True
         try:
             yield
         finally:
             self._reads_on = False
 
-    def _read_aside(self) -> None:
+    def _read_aside(self, runs: Latch) -> None:
+        runs.open()
         try:
             while (frame := next(self.frames, None)) is not None:
                 said = _read(frame)
@@ -293,7 +301,7 @@ class Connection:
                 for answer in replies:
                     self.settle(answer)
                 self._put_off.append(said)
-                with self._locked:
+                with HeldBack(), self._locked:
                     if not self._reads_on:
                         self._is_aside = False
                         return

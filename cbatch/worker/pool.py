@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -29,8 +28,8 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
-from cbatch.support.interrupts import Contained, Sleepers
-from cbatch.support.logs import FIELDS, Log
+from cbatch.support.interrupts import Sleepers
+from cbatch.support.logs import Log
 from cbatch.support.thread_start import start
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
@@ -591,9 +590,7 @@ class Pool:
     def _take_events(self, connection: Connection, said: Frame) -> None:
         """Take what a frame has besides output; answers to calls last, for they come after it."""
         for line in said.logs:
-            with Contained():  # of a handler: it loses its line alone
-                more = {FIELDS: line.values}
-                logging.getLogger(line.logger).log(line.level, "%s", line.text, extra=more)
+            Log(line.logger).pass_on(line.level, line.text, line.values)
         for error in (*said.errors, *said.died):
             connection.cause = words_of(error)
         first = self.first_slot(connection) if said.steps else 0

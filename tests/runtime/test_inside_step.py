@@ -289,7 +289,7 @@ def test_finalizer_under_a_lock_gives_orders_and_does_not_wait(is_lock: bool) ->
 
 
 @no_pool(Reason.ONE_BACKEND)
-@pytest.mark.parametrize("place", ["held back", "log handler", "held log"])
+@pytest.mark.parametrize("place", ["held back", "log handler", "held log", "worker's record"])
 def test_questions_where_others_may_wait_are_answered_at_once_or_refused(place: str) -> None:
     backend, said = GatedBackend(2, 256, 16, hold_at=2), list[object]()
 
@@ -306,6 +306,9 @@ def test_questions_where_others_may_wait_are_answered_at_once_or_refused(place: 
         if place == "held back":
             with HeldBack():
                 ask()
+        elif place == "worker's record":
+            with logged("cbatch.test", ask):
+                Log("cbatch.test").pass_on(logging.INFO, "event", {})
         else:
             with logged("cbatch.test", ask), HeldLogs() if place == "held log" else nullcontext():
                 Log("cbatch.test").tell("event")

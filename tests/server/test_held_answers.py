@@ -91,6 +91,24 @@ def test_call_waits_for_no_reader_of_an_answer(make: Callable[..., Engine], stre
         assert anyio.run(main, app) == 200
 
 
+@pytest.mark.parametrize("n_characters", [10_000, 30_000])
+def test_slow_reader_of_tokens_is_held_to_the_limit(n_characters: int) -> None:
+    async def main(app: Starlette) -> None:
+        desk = app.state.desk
+        deaf = Deaf("/tokenize", {"content": "a" * n_characters, "with_pieces": True})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deaf.ask, app)
+            if n_characters == 10_000:
+                await until(lambda: desk.answers.n_bytes > 2 * MIB)
+            else:  # there is no room
+                await until(lambda: deaf.problem is not None or deaf.status == 503)
+            tasks.cancel_scope.cancel()
+        assert desk.answers.n_bytes == 0
+
+    with fake_app(1, 2**16, max_answers_mib=4) as app:
+        anyio.run(main, app)
+
+
 class Kept:
     """Answers by a clock of the test, and those that were ended."""
 
