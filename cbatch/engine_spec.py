@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
@@ -115,8 +114,7 @@ class _Loans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loans: WeakValueDictionary[EngineSpec, _Loan] = WeakValueDictionary()
-        """Loans with users: each keeps its own."""
+        self._loans: dict[EngineSpec, _Loan] = {}
 
     def of(self, spec: EngineSpec) -> _Loan:
         with self._lock:
