@@ -15,7 +15,7 @@ from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullE
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
 from cbatch.runtime.ids import RequestId, check_own, is_meant
 from cbatch.runtime.waking import is_in_event_loop
-from cbatch.support.interrupts import HeldBack, is_locked_here
+from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -473,7 +473,7 @@ class InFlight:
                 left.popleft()
             return not left
 
-        if not (loop.is_inside or is_locked_here() or is_in_event_loop()):
+        if not (loop.must_not_wait or is_in_event_loop()):
             with suppress(EngineClosedError):  # that ended them
                 while not (have_ended() or loop.is_closed):
                     loop.wait_for_change(have_ended, math.inf)

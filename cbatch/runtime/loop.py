@@ -230,13 +230,18 @@ class Loop:
         return self._thread is threading.current_thread() or is_handling()
 
     @property
+    def must_not_wait(self) -> bool:
+        """Whether the owner, or another thread, may wait for the caller."""
+        return self.is_inside or is_locked_here()
+
+    @property
     def is_closed(self) -> bool:
         """Whether the loop is closed, or has failed. From any thread."""
         return self._is_closed
 
     def check_wait(self) -> None:
         """Raise an `InsideStepError` if the caller's thread would wait for itself."""
-        if self.is_inside or is_locked_here():
+        if self.must_not_wait:
             raise InsideStepError
 
     def call(self, command: Callable[[], T], now: Callable[[], T] | None = None) -> T:
@@ -246,7 +251,7 @@ class Loop:
         nothing. Without `now`, an `InsideStepError` is raised and nothing is done.
         """
         self.check_open()
-        if now is not None and (self.is_inside or is_locked_here()):
+        if now is not None and self.must_not_wait:
             self.post(command)
             return now()
         self.check_wait()
@@ -263,7 +268,7 @@ class Loop:
 
         `look` must do no harm during a step. Raises as `check_open`.
         """
-        if self.is_inside or is_locked_here():
+        if self.must_not_wait:
             self.check_open()
             return look()
         return self.call(look)

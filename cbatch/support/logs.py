@@ -120,7 +120,7 @@ class Log:
         with Contained():
             self._put(logging.WARNING, text, args)
 
-    def pass_on(self, level: int, text: str, values: dict[str, Any] | None) -> None:
+    def pass_on(self, level: int, text: str, values: dict[str, Any]) -> None:
         """Log a line of another process, with its values by name."""
         with Contained():
             self._put(level, "%s", (text,), extra={FIELDS: values})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -12,7 +11,6 @@ import pytest
 
 from cbatch import ConfigError, Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.server import exchange
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.server_settings import ServerSettings
 from tests.server.clients import (
@@ -27,7 +25,7 @@ from tests.server.clients import (
     wait_until,
 )
 from tests.server.test_held_answers import Deaf, until
-from tests.server.test_large_bodies import Client
+from tests.server.test_large_bodies import Client, watched_bodies
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -148,24 +146,12 @@ PATHS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class _Watched(dict[str, Any]):
-    """A body that can be watched."""
-
-
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_body_is_let_go_once_it_was_read(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What JSON makes of a text takes several times its memory: no call keeps that until its answer."""
-    found: list[weakref.ref[Any]] = []
-    read = exchange.object_of
-
-    def noted(data: bytes) -> dict[str, Any]:
-        watched = _Watched(read(data))
-        found.append(weakref.ref(watched))
-        return watched
-
-    monkeypatch.setattr(exchange, "object_of", noted)
+    found = watched_bodies(monkeypatch)
 
     async def main(app: Starlette) -> None:
         deaf = Deaf(path, {**body, "unknown": "x" * 100 * KIB})

@@ -293,22 +293,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("path", "body"), REFUSED)
 def test_body_that_was_refused_is_garbage_without_a_look(path: str, body: Any) -> None:
-    held: list[weakref.ref[Any]] = []
-
     async def main(app: Starlette) -> None:
         client = Client(path, body)
         await client.ask(app)
         assert client.sent[0]["status"] == 400
 
     with fake_app(4, 256) as app, pytest.MonkeyPatch.context() as patch:
-        read = exchange.object_of
-
-        def noted(data: bytes) -> dict[str, Any]:
-            found = _Body(read(data))
-            held.append(weakref.ref(found))
-            return found
-
-        patch.setattr(exchange, "object_of", noted)
+        held = watched_bodies(patch)
         gc.disable()
         try:
             anyio.run(main, app)
@@ -321,3 +312,17 @@ def test_body_that_was_refused_is_garbage_without_a_look(path: str, body: Any) -
 
 class _Body(dict[str, Any]):
     """A body that can be watched."""
+
+
+def watched_bodies(patch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Return a list that gets the bodies that are read from now on."""
+    bodies: list[weakref.ref[Any]] = []
+    read = exchange.object_of
+
+    def noted(data: bytes) -> dict[str, Any]:
+        body = _Body(read(data))
+        bodies.append(weakref.ref(body))
+        return body
+
+    patch.setattr(exchange, "object_of", noted)
+    return bodies
