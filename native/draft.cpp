@@ -40,7 +40,7 @@ constexpr int64_t n_steps_known = 2048;
 
 // Steps with drafts by which these are judged, and a gain that is none: so much is noise.
 constexpr int32_t n_judged = 16;
-constexpr double no_gain = 1.02;
+constexpr double no_gain = 1.05;
 
 // Steps without drafts after those that brought nothing; each time in a row twice as many, up to the most.
 constexpr int32_t n_least_rest = 32;

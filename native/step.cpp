@@ -124,6 +124,8 @@ struct cbatch_stepper {
     std::vector<sample_scratch> scratch;  // (n_threads)
     hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
     int32_t n_before;                       // tokens of the step before
+    bool had_drafts;                        // whether that step had some
+    bool had_guesses;                       // whether some of them were the draft model's
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every span is one token, or one and drafts
     draft_model model;
@@ -724,6 +726,17 @@ void learn_gain(cbatch_stepper * s, int64_t ns) {
     }
 }
 
+// Learn that a step without drafts took `ns` behind one with drafts: what it takes longer, because llama.cpp builds its
+// graph anew, those drafts have cost.
+void learn_new_graph(cbatch_stepper * s, int64_t ns) {
+    const double usual_ns = s->costs.cost(s->n_rows);
+    const double more_ns = std::clamp(ns - usual_ns, 0.0, (slow_step - 1.0) * usual_ns);
+    s->gains[s->n_rows].spent_ns += more_ns;
+    if (s->had_guesses) {
+        s->model.gains[s->n_rows].spent_ns += more_ns;
+    }
+}
+
 // Learn from a step that may have had drafts, which took `ns`. One without drafts counts only behind another of its width,
 // whose graph llama.cpp uses again: so do nearly all steps where there are no drafts.
 void learn_step(cbatch_stepper * s, int64_t ns) {
@@ -732,6 +745,8 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
     }
     if (s->n_all_drafts > 0 || s->batch.n == s->n_before) {
         s->costs.learn(s->batch.n, ns - s->draft_ns);
+    } else if (s->had_drafts) {
+        learn_new_graph(s, ns - s->draft_ns);
     }
 }
 
@@ -744,6 +759,8 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
             learn_step(s, s->api.clock_ns() - step_ns);
         }
         s->n_before = s->batch.n;
+        s->had_drafts = s->n_all_drafts > 0;
+        s->had_guesses = s->had_drafts && !s->guessed.empty();
         const bool is_interrupted = s->is_interrupted.exchange(false);
         const bool is_late = budget_us > 0 && s->api.clock_ns() - start_ns > budget_us * 1000;
         if (report->n_steps == n_steps || is_interrupted || is_late || is_over) {
@@ -842,6 +859,7 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
     s->n_before = 0;
+    s->had_drafts = s->had_guesses = false;
 }
 
 void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) noexcept {

@@ -303,6 +303,23 @@ def test_drafts_rest_where_steps_take_longer_than_they_mostly_do() -> None:
     assert 16 <= n_drafted(results) < n_steps / 8
 
 
+def test_drafts_rest_where_the_steps_behind_theirs_take_longer() -> None:
+    """The first step without drafts behind one with drafts needs a new graph, as in llama.cpp."""
+    before = 1
+
+    def cost_ns(n_tokens: int) -> int:
+        nonlocal before
+        is_new, before = n_tokens == 1 != before, n_tokens
+        return 9_000_000 if is_new else 1_000_000
+
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+    _, results = generate(
+        TextLlama(line(4, 9), cost_ns), prompts, bindings_of(prompts, GREEDY), 2000, 1
+    )
+    n_steps = sum(r.n_steps for r in results)
+    assert 16 <= n_drafted(results) < n_steps / 8
+
+
 @pytest.mark.parametrize(
     ("groups", "is_drafted"), [((1, 1), True), ((1, 2), False), ((0, 0), False)]
 )
