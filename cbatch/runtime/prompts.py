@@ -297,7 +297,7 @@ class PromptLanes:
         """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
         found: list[_Found] = []
         until_s = monotonic() + _GATHER_S
-        while monotonic() < until_s and (driver := drivers()) is not None:
+        while (driver := drivers()) is not None:
             if driver.finish_reason is not None:
                 self._ordered.discard(driver)
                 continue
@@ -306,6 +306,8 @@ class PromptLanes:
                 found.append((driver, self._prompts.encoded(prompt)))
             else:
                 (self._slow if is_slow(prompt) else self._encoder).put((driver, prompt))
+            if monotonic() >= until_s:
+                break
         self._tell(found)
 
     def _encode(self, waiting: Callable[[], _ToEncode | None]) -> None:
@@ -353,14 +355,14 @@ class _Lane(Generic[_Item]):
 
     def put(self, item: _Item) -> None:
         self._todo.append(item)
-        self._thread.do(self._begin)  # finds nothing if earlier work has done this item, too
+        self._thread.do(self._begin)  # finds nothing if this item was done with an earlier one
 
     def close(self) -> None:
         self._is_closed = True
         self._thread.close()
 
     def _begin(self) -> None:
-        if self._todo:
+        while self._todo and not self._is_closed:  # an interrupted `put` adds an item, but no work
             self._work(self._next)
 
     def _next(self) -> _Item | None:

@@ -47,6 +47,7 @@ from tests.runtime.backends import (
     in_thread,
     owner_of,
     streams,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -289,9 +290,9 @@ def test_runs_from_several_threads_share_the_slots(make: MakeEngine) -> None:
 
     waits = [in_thread(partial(work, i)) for i in range(4)]
     found = [wait() for wait in waits]
-    for i, together in enumerate(found):
+    for i, in_company in enumerate(found):
         alone = streams(engine.submit(prompts(4 * i + 4, max_tokens=6 + i)[4 * i + 2]))
-        assert together == alone * 3
+        assert in_company == alone * 3
     assert engine.stats().n_active_max == 3
 
 
@@ -650,8 +651,9 @@ def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
 @no_pool(Reason.ONE_BACKEND)
 def test_close_ends_every_waiter(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=4)
-    ours = engine.run(prompts(4))
-    backend.wait_until_held()
+    with together(2):
+        ours = engine.run(prompts(4))
+        backend.wait_until_held()
     n_interrupts = backend.n_interrupts
     other = engine.run(prompts(1))
     waits = [in_thread(lambda: all_results(ours)), in_thread(lambda: list(other))]

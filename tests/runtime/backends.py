@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import signal
 import threading
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
@@ -18,7 +21,7 @@ from cbatch.worker.client import Workers
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from cbatch.core.batcher import MultiRequestBatcher
@@ -123,6 +126,24 @@ def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
 def no_texts(loop: Loop, rig: Rig) -> Texts:
     """Return a room for texts that has none."""
     return Texts(rig.backend, loop.routes, rig.stats, is_threaded=False)
+
+
+@contextmanager
+def together(n: int) -> Iterator[None]:
+    """Have the first `n` prompts become tokens for the thread that computes at once, however long each takes."""
+    tell, told, is_told = PromptLanes._tell, list[Any](), threading.Lock()
+
+    def gather(lanes: PromptLanes, found: Sequence[Any]) -> None:
+        with is_told:
+            told.extend(found)
+            if len(told) >= n:
+                tell(lanes, [*told])
+                told.clear()
+                m.setattr(PromptLanes, "_tell", tell)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(PromptLanes, "_tell", gather)
+        yield
 
 
 class Cancelled:

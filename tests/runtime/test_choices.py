@@ -39,6 +39,7 @@ from tests.runtime.backends import (
     in_thread,
     is_room_awaited,
     n_commands,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -550,8 +551,9 @@ def test_extended_choice_scores_the_prompt_where_the_first_did_not() -> None:
     with closing(engine_on(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
         prompt = BatchPrompt(prompt="a" * 40, id="x")
         options = {**LONG, "n": 2, "seed": 7, "prompt_logprobs": 0}
-        response = engine.run([prompt], options=options)
-        backend.wait_until_held()
+        with together(2):
+            response = engine.run([prompt], options=options)
+            backend.wait_until_held()
         backend.release_when_asked()
         engine.cancel("x")
         second = all_results(response)[0].choices[1]

@@ -17,7 +17,7 @@ from cbatch.core.span import N_TARGETS_MAX, PromptCuts
 from cbatch.errors import ConfigError, RequestFailedError
 from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.oracle.fake_streams import scores_alone
-from tests.runtime.backends import GatedBackend, all_results
+from tests.runtime.backends import GatedBackend, all_results, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,7 +104,8 @@ def test_company_that_is_not_scored_is_computed_beside(
     engine: Engine, backend: FakeBackend
 ) -> None:
     scored = BatchPrompt(prompt=PROMPT * 2, options={"prompt_logprobs": 0})
-    all_results(engine.run([scored, BatchPrompt(prompt=PROMPT[::-1])]))
+    with together(2):
+        all_results(engine.run([scored, BatchPrompt(prompt=PROMPT[::-1])]))
     first = next(plan for plan in backend.plans if plan.spans)
     assert [len(c.inputs) for c in first.spans] == [N_TARGETS_MAX, len(PROMPT)]
 

@@ -39,7 +39,7 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend, backend_of, ids_in_flight
+from tests.runtime.backends import GatedBackend, ids_in_flight, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,15 +152,13 @@ def test_full_pool_that_preempts_changes_no_part(any_way: Place) -> None:
     memory = KvCapabilities("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
     for swap_mib in (0, 64):
         schedule = {"admission": "optimistic", "swap_mib": swap_mib}
-        engine = any_way.engine(4, 128, memory=memory, schedule=schedule, kind=GatedBackend)
+        engine = any_way.engine(4, 128, memory=memory, schedule=schedule)
         prompts = [text_of(20, start=i) for i in range(4)]
         firsts = any_way.results(engine.run([item(p, max_tokens=15) for p in prompts]))
         expects_little(any_way, engine)
-        backend = backend_of(engine, GatedBackend)
-        backend.hold_at = backend.n_runs  # until all are in
-        responses = [engine.extend(first, 75) for first in firsts]
-        backend.release()
-        results = [any_way.results(response)[0] for response in responses]
+        with together(4):
+            responses = [engine.extend(first, 75) for first in firsts]
+            results = [any_way.results(response)[0] for response in responses]
         assert [r.token_ids for r in results] == [expected(p, 90) for p in prompts]
         assert engine.stats().n_preempted > 0
 

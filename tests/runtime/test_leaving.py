@@ -26,6 +26,7 @@ from tests.runtime.backends import (
     n_commands,
     owner_of,
     streams,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -141,8 +142,9 @@ def test_results_left_in_their_order_of_completion_free_the_slots(engine: Engine
 def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], None]) -> None:
     backend = GatedBackend(2, LONG, 16, hold_at=3)
     with engine_on(backend, options=ENDLESS) as engine:
-        response = engine.run(["left", "left too", "left in the queue"])
-        backend.wait_until_held()
+        with together(2):
+            response = engine.run(["left", "left too", "left in the queue"])
+            backend.wait_until_held()
         n_plans = len(backend.plans)  # the one that is held comes next, and no other may hold them
         leave(response)
         wait_until(lambda: n_commands(engine) > 0)

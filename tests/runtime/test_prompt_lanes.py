@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
+from cbatch.runtime.work_thread import WorkThread
 from tests.chat.test_tool_calls import THINK_END, Speaker
 from tests.runtime.backends import PATIENCE_S, in_thread
 from tests.worker.links import workers_over
@@ -255,3 +257,32 @@ def test_prompt_of_too_many_bytes_is_refused_before_it_is_tokenized() -> None:
     assert (result.error.n_prompt, result.error.n_limit) == (len(LONG), 64)
     assert "at least 40000 tokens" in str(result.error)
     assert vocab.n_slow == 0
+
+
+def test_prompt_becomes_tokens_though_time_passes_in_other_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between any two lines, other threads may have the interpreter for longer than prompts are gathered."""
+    hours = count(step=3600.0)
+    monkeypatch.setattr("cbatch.runtime.prompts.monotonic", lambda: next(hours))
+    with Engine(FakeBackend(2, 64, 16)) as engine:
+        results = engine.run(["a", "b", "c"], options=SHORT).results(timeout=PATIENCE_S)
+        assert [len(r.token_ids) for r in results] == [3, 3, 3]
+
+
+def test_prompt_becomes_tokens_behind_one_of_an_interrupted_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    do = WorkThread.do
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.setattr(WorkThread, "do", do)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cbatch.runtime.prompts._GATHER_S", 0.0)
+    monkeypatch.setattr(WorkThread, "do", interrupted)
+    with Engine(FakeBackend(2, 64, 16)) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(["a"], options=SHORT)
+        [result] = engine.run(["b"], options=SHORT).results(timeout=PATIENCE_S)
+        assert len(result.token_ids) == 3

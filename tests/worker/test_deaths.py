@@ -27,6 +27,7 @@ from tests.runtime.backends import (
     all_results,
     mailbox_of,
     runtime_of,
+    together,
 )
 from tests.worker.links import Launches, MortalBackend
 
@@ -72,8 +73,9 @@ def killed_at(launches: Launches, n_run: int, engine: Engine, n: int, **more: An
     """Kill the worker of an engine behind so many runs of steps of a batch; return the response."""
     first = launches.backends[0]
     first.hold_at = n_run
-    response = engine.run(prompts(n), **more)
-    first.wait_until_held()
+    with together(2):
+        response = engine.run(prompts(n), **more)
+        first.wait_until_held()
     wait_until_begun(engine, 2)
     launches.links[0].kill("ended by SIGKILL")
     first.release()
@@ -328,8 +330,9 @@ def test_items_that_are_not_to_begin_do_not_begin_in_another_worker() -> None:
     with launches.engine(options=SHORT) as engine:
         first = launches.backends[0]
         first.hold_at = 3
-        response = engine.run(prompts(6), ask_again=True)
-        first.wait_until_held()
+        with together(2):
+            response = engine.run(prompts(6), ask_again=True)
+            first.wait_until_held()
         wait_until_begun(engine, 2)
         launches.links[0].kill()
         mailbox_of(response).wind_down()
@@ -360,7 +363,8 @@ def test_engine_of_a_worker_that_fails_is_told_why_and_started_anew(
     launches = Launches(make())
     with launches.engine(options=SHORT) as engine, caplog.at_level(logging.WARNING):
         launches.backends[0].run = _raise  # type: ignore[method-assign]
-        results = all_results(engine.run(prompts(2)))
+        with together(2):
+            results = all_results(engine.run(prompts(2)))
         assert [r.token_ids for r in all_results(engine.run(prompts(2)))] == undisturbed(2)
     assert ends(results) == ["WorkerDiedError"] * 2
     assert "the engine stopped: out of luck" in str(results[0].error)
@@ -385,7 +389,8 @@ def test_close_ends_a_worker_that_is_not_ready_yet() -> None:
 def test_figures_of_a_worker_that_died_are_kept_and_its_slots_not_added() -> None:
     launches = Launches(make())
     with launches.engine(options=SHORT) as engine:
-        assert ends(all_results(engine.run(prompts(4)))) == ["length"] * 4
+        with together(2):
+            assert ends(all_results(engine.run(prompts(4)))) == ["length"] * 4
         before = engine.stats()
         launches.links[0].kill()
         assert ends(all_results(engine.run(prompts(4), ask_again=True))) == ["length"] * 4
