@@ -10,6 +10,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from cbatch.support.garbage import uncollected
+from cbatch.support.interrupts import HeldBack
+
 T = TypeVar("T")
 
 _locks = {"learning": threading.Lock()}
@@ -24,5 +27,5 @@ def known(kind: type[T]) -> type[T]:
 
 @cache
 def _learn(kind: Any) -> None:
-    with _locks["learning"]:
+    with HeldBack(), uncollected(), _locks["learning"]:  # no handler nor finalizer comes here again, to wait for itself
         msgspec.json.Decoder(kind)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 
+import msgspec
 import pytest
+
+from cbatch.support.typed import known
 
 SCRIPT = """
 import dataclasses, sys, threading, typing
@@ -50,3 +56,46 @@ def test_threads_that_read_a_new_type_at_once_do_not_end_the_process() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr
+
+
+@pytest.mark.parametrize("way", ["handler", "finalizer"])
+def test_type_is_learned_though_another_is_wanted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What a signal's handler or a finalizer asks for waits for no lock of the thread that it runs in."""
+
+    @dataclass
+    class Inner:
+        x: int = 0
+
+    class Wanting:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            learned.append(known(Inner))
+
+    @dataclass
+    class Outer:
+        x: int = 0
+
+    learned: list[object] = []
+    decoder = msgspec.json.Decoder
+
+    def amid(kind: type) -> object:
+        monkeypatch.setattr(msgspec.json, "Decoder", decoder)
+        if way == "handler":
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            Wanting()
+            _ = [[i] for i in range(5000)]  # more than what the collector waits for
+        return decoder(kind)
+
+    monkeypatch.setattr(msgspec.json, "Decoder", amid)
+    before = signal.signal(signal.SIGUSR1, lambda *_: learned.append(known(Inner)))
+    try:
+        known(Outer)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    gc.collect()
+    assert learned == [Inner]

@@ -66,6 +66,8 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._pid, self._is_ready = 0, False
+        self._is_amid = False
+        """Whether a question has no answer yet: where `ask` was interrupted, the answer may still come."""
         self._is_stopped = False
         self.problem = ""
         """Why the process could not be started the last time; empty where it runs, or none was needed yet."""
@@ -76,9 +78,10 @@ class Sandbox:
         return not getattr(sys, "frozen", False) and bool(sys.executable)
 
     def start(self) -> None:
-        """Start the process unless it runs; it gets ready while the caller goes on."""
+        """Start the process unless one runs that owes no answer; it gets ready while the caller goes on."""
         is_ours = self._pid == os.getpid()  # after a fork it is the parent's
-        if self._process is not None and is_ours and self._process.poll() is None:
+        is_free = is_ours and not self._is_amid
+        if self._process is not None and is_free and self._process.poll() is None:
             return
         self.close()
         self.problem = "" if self.is_possible else "there is no Python interpreter to start"
@@ -96,7 +99,7 @@ class Sandbox:
         except OSError as error:
             self.problem = str(error)
             return
-        self._pid, self._is_ready = os.getpid(), False
+        self._pid, self._is_ready, self._is_amid = os.getpid(), False, False
         self._end = weakref.finalize(self, _end, self._process, self._pid)
 
     def ask(self, question: object, within_s: float | None = None) -> Any:
@@ -113,7 +116,9 @@ class Sandbox:
             process = self._process
             if process is not None and self._is_stopped:
                 process.kill()
+            self._is_amid = True
             answer = b"" if process is None else self._answer(process, line, wall_s)
+            self._is_amid = False
             ended_by = None if process is None else process.returncode
             if not answer or answer.startswith(_LAST):
                 self.close()

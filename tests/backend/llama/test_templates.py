@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.backend.llama import sandbox
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
 from cbatch.backend.llama.sandbox import NoAnswerError, Sandbox
 from cbatch.chat.answers import Answer
@@ -244,3 +245,25 @@ def test_large_program_keeps_the_process_of_its_template(monkeypatch: pytest.Mon
     assert len({*rendered}) == 4
     assert len(begun) == 1
     assert held
+
+
+def test_chat_behind_an_interrupted_one_gets_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    exchange = sandbox._exchange
+
+    def interrupted(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> bytes:
+        if b"red" not in line:
+            return exchange(process, line, until_s)
+        assert process.stdin is not None
+        process.stdin.write(line)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sandbox, "_exchange", interrupted)
+    try:
+        assert template.render([{"role": "user", "content": "Say green."}]) == "Say green."
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"role": "user", "content": "Say red."}])
+        assert template.render([{"role": "user", "content": "Say blue."}]) == "Say blue."
+    finally:
+        template.close()
