@@ -27,5 +27,9 @@ def known(kind: type[T]) -> type[T]:
 
 @cache
 def _learn(kind: Any) -> None:
-    with HeldBack(), uncollected(), _locks["learning"]:  # no handler nor finalizer comes here again, to wait for itself
+    with (
+        HeldBack(),
+        uncollected(),
+        _locks["learning"],
+    ):  # no handler nor finalizer comes here again, to wait for itself
         msgspec.json.Decoder(kind)

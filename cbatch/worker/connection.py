@@ -131,6 +131,8 @@ class Connection:
         """Whether queueing may wait there for room in the queue."""
         self.facts: ModelFacts | None = None
         """What its model is, if its first frame tells it."""
+        self.weights = ""
+        """A digest of the files that it has loaded, as `Ready` has it."""
         try:
             self.n_slots, self.n_window = self._sizes()
         except BaseException as error:
@@ -178,6 +180,7 @@ class Connection:
             ready = decode(frame, Ready)
             if ready.cbatch == VERSION and ready.error is None:
                 self.has_limit, self.facts = ready.has_limit, ready.facts
+                self.weights = ready.weights
                 window = check_int("n_window", ready.n_window, 1, MAX_INT)
                 return check_int("parallel", ready.parallel, 1, MAX_INT), window
         except Exception as wrong:

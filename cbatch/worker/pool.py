@@ -138,6 +138,8 @@ class Pool:
         self._entrance = Sleepers()
         """Feeds that wait until workers have answered others."""
         self._is_loaded = False
+        self._weights = ""
+        """Those of all workers, as `Connection.weights`."""
         self._n_failed = 0
         """Starts that have failed since a worker last ran, for whatever reason."""
         self._has_answered = False
@@ -525,6 +527,18 @@ class Pool:
         asked.deliver(chunks, results)
 
     # ---- from the workers, in the threads of their replicas ----
+
+    def check_weights(self, connection: Connection) -> None:
+        """Raise a ModelLoadError unless a new worker has loaded the files that the others have, or had."""
+        with self.lock():
+            self._weights = self._weights or connection.weights
+            if connection.weights == self._weights:
+                return
+        path = connection.facts.path if connection.facts else ""
+        raise ModelLoadError(
+            f"the file of the model or of an adapter was replaced while the engine ran (model: {path}): "
+            "load the engine again, or put the former file back"
+        )
 
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from cbatch.errors import CBatchError, EngineError, words_of
+from cbatch.errors import CBatchError, EngineError, ModelLoadError, words_of
 from cbatch.support.logs import Log
 from cbatch.worker.connection import Connection, FrameThread, Link
 
@@ -129,11 +129,18 @@ class Replica:
             if self._is_over.is_set():
                 link.kill()
         try:
-            return Connection(link)
+            connection = Connection(link)
+            try:
+                self._pool.check_weights(connection)
+            except ModelLoadError:
+                link.kill()
+                link.end()
+                raise
         except BaseException:
             with self._linking:
                 self._link = None
             raise
+        return connection
 
     def _serve(self, connection: Connection) -> None:
         """Take what a worker sends until it is gone."""

@@ -279,7 +279,13 @@ def _ready(runtime: LocalRuntime, frames: Frames) -> Ready:
         n_window=runtime.n_window,
         has_limit=runtime.has_limit,
         facts=runtime.model_facts() if frames == "msgpack" else None,
+        weights=_weights(runtime),
     )
+
+
+def _weights(runtime: LocalRuntime) -> str:
+    said = runtime.fingerprint()
+    return "" if said["model"] == "unknown" else f"{said['model']} {said['adapters']}"
 
 
 def _load(said: LoadCommand | None) -> LocalRuntime:

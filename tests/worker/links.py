@@ -146,7 +146,7 @@ class Launches:
     """Starts workers in threads, each on a backend of its own, and keeps them; called instead of starting a process."""
 
     def __init__(self, make: Callable[[], MortalBackend]) -> None:
-        self._make = make
+        self.make = make
         self.links: list[ThreadLink] = []
         self.backends: list[MortalBackend] = []
         self.error: CBatchError | None = None
@@ -169,7 +169,7 @@ class Launches:
                 self._n_to_fail -= 1
                 self.n_failed += 1
                 raise self.error
-        backend = self._make()
+        backend = self.make()
         make = partial(LocalRuntime, backend, ScheduleOptions())
         link = ThreadLink(make, is_silent=self.is_silent)
         backend.die = link.kill

@@ -310,6 +310,19 @@ def test_bug_in_a_place_ends_the_engine_and_all_are_told(monkeypatch: pytest.Mon
         assert (engine.outage.cause, engine.outage.retry_s) == ("internal error: 'lost'", None)
 
 
+def test_worker_that_has_loaded_other_files_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
+    launches = Launches(make())
+    with launches.engine(options=SHORT) as engine:
+        launches.make = make(seed=7)
+        results = all_results(killed_at(launches, 3, engine, 4))
+        assert ends(results) == ["WorkerDiedError"] * 2 + ["ModelLoadError"] * 2
+        assert "was replaced while the engine ran" in str(results[2].error)
+        launches.make = make()
+        wait_until(lambda: engine.outage is None)
+        assert [r.token_ids for r in all_results(engine.run(prompts(4)))] == undisturbed(4)
+
+
 def test_request_cancelled_while_no_worker_is_there_is_cancelled() -> None:
     launches = Launches(make())
     with launches.engine(options=SHORT) as engine:
