@@ -26,27 +26,40 @@ class _Blocks:
             gc.enable()
         self._lock, self._n = threading.RLock(), 0
 
-    def begin(self) -> None:
+    def collect_young(self) -> None:
+        """Collect young garbage, which must not become old, before an outermost block."""
         if not self._n and gc.isenabled():
-            gc.collect(1)  # young garbage must not become old
+            gc.collect(1)
+
+    def begin(self) -> None:
         with self._lock:
             if not self._n:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._n += 1
 
-    def end(self) -> None:
+    def end(self, *, makes_old: bool) -> None:
         with self._lock:
             self._n -= 1
             if self._n or not self._was_enabled:
                 return
-            if not gc.get_freeze_count():  # else the program keeps objects frozen, and they stay so
+            if makes_old and not gc.get_freeze_count():  # what a program keeps frozen stays so
                 gc.freeze()
                 gc.unfreeze()  # to the oldest generation, without a visit
             gc.enable()
 
 
 _blocks = _Blocks()
+
+
+@contextmanager
+def no_finalizers() -> Iterator[None]:
+    """Collect no garbage in a short block, inside a `HeldBack` one: no finalizer of garbage runs amid its work."""
+    _blocks.begin()
+    try:
+        yield
+    finally:
+        _blocks.end(makes_old=False)
 
 
 @contextmanager
@@ -57,11 +70,12 @@ def uncollected() -> Iterator[None]:
     of several threads may overlap.
     """
     with Postponed():
+        _blocks.collect_young()
         _blocks.begin()
         try:
             yield
         finally:
-            _blocks.end()
+            _blocks.end(makes_old=True)
 
 
 def drop_frames(error: BaseException) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from cbatch.support.garbage import uncollected
+from cbatch.support.garbage import no_finalizers
 from cbatch.support.interrupts import HeldBack
 
 T = TypeVar("T")
@@ -27,9 +27,6 @@ def known(kind: type[T]) -> type[T]:
 
 @cache
 def _learn(kind: Any) -> None:
-    with (
-        HeldBack(),
-        uncollected(),
-        _locks["learning"],
-    ):  # no handler nor finalizer comes here again, to wait for itself
+    # no handler nor finalizer comes here again amid this, to wait for its own thread
+    with HeldBack(), no_finalizers(), _locks["learning"]:
         msgspec.json.Decoder(kind)

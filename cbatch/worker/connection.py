@@ -21,7 +21,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.support.checks import MAX_INT, check_int
-from cbatch.support.garbage import uncollected
+from cbatch.support.garbage import no_finalizers, uncollected
 from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.support.logs import must_not_wait
 from cbatch.support.thread_start import started
@@ -283,7 +283,7 @@ class Connection:
         with HeldBack(), self._locked:  # a finalizer amid it must not wait
             if not self._is_aside:
                 with (
-                    uncollected()
+                    no_finalizers()
                 ):  # nor one in the new thread, which is not known to be it before it runs
                     runs = Latch()
                     work = partial(self._read_aside, runs)

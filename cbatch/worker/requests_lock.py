@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from cbatch.support.garbage import no_finalizers
 from cbatch.support.interrupts import HeldBack
 
 Work: TypeAlias = "Callable[[], Callable[[], object]]"
@@ -25,12 +26,12 @@ class RequestsLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock in a block; handlers of signals, which may want it, are called after that."""
+        """Hold the lock in a block; handlers of signals and finalizers, which may want it, come after that."""
         if self._owner == threading.get_ident():
             yield
             return
         with HeldBack():
-            with self._lock:
+            with self._lock, no_finalizers():
                 self._owner = threading.get_ident()
                 try:
                     yield
@@ -49,13 +50,17 @@ class RequestsLock:
     def _do_soon(self) -> None:
         if self._owner == threading.get_ident():
             return
-        while self._soon and self._lock.acquire(blocking=False):
-            try:
-                self._owner = threading.get_ident()
-                then = self._soon.popleft()() if self._soon else None
-            finally:
-                self._owner = None
-                self._lock.release()
+        while self._soon:
+            with HeldBack():
+                if not self._lock.acquire(blocking=False):
+                    break
+                try:
+                    with no_finalizers():
+                        self._owner = threading.get_ident()
+                        then = self._soon.popleft()() if self._soon else None
+                finally:
+                    self._owner = None
+                    self._lock.release()
             if then is not None:
                 then()
         self._after()

@@ -26,6 +26,7 @@ from cbatch.worker.replica import N_STOPPED_MAX
 from tests.places import can_all, expected, item, text_of, wait_until
 from tests.profiles import examples
 from tests.runtime.backends import (
+    PATIENCE_S,
     GatedBackend,
     all_results,
     in_thread,
@@ -141,6 +142,37 @@ def test_idle_worker_gets_what_waits_at_another(n: int, n_slots: int) -> None:
         stats = scene.engine.stats()
         assert (stats.n_submitted, stats.n_finished) == (n, {"length": n})
         check_empty(scene.engine)
+
+
+class Cancelling:
+    """Cancels all requests when the garbage collector finds it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.itself = engine, self
+
+    def __del__(self) -> None:
+        self.engine.cancel_all()
+
+
+def test_finalizer_amid_a_submission_cancels_no_request_that_is_half_sent() -> None:
+    backends = [held(), held()]
+    with engine_over(*backends, options=OPTIONS) as engine:
+        engine.open()
+        pool = workers_of(engine).pool
+
+        def choose(keys: object, loads: object) -> int:
+            Cancelling(engine)
+            _ = [[i] for i in range(5000)]  # more than what the collector waits for
+            return 0
+
+        for backend in backends:
+            backend.release()
+        with patch.object(pool.routing, "choose", choose):
+            response = engine.run(alike(2))
+        [*results] = response.results(timeout=PATIENCE_S, return_errors=True)
+        assert len(results) == 2
+        assert response.n_open == 0
+        check_empty(engine)
 
 
 def test_request_that_was_just_admitted_stays() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.llama import sandbox
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
 from cbatch.backend.llama.sandbox import NoAnswerError, Sandbox
 from cbatch.chat.answers import Answer
@@ -248,22 +248,27 @@ def test_large_program_keeps_the_process_of_its_template(monkeypatch: pytest.Mon
 
 
 def test_chat_behind_an_interrupted_one_gets_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate("{{ messages[0].content }}")
-    exchange = sandbox._exchange
+    template, poll = ChatTemplate("{{ messages[0].content }}"), select.poll
 
-    def interrupted(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> bytes:
-        if b"red" not in line:
-            return exchange(process, line, until_s)
-        assert process.stdin is not None
-        process.stdin.write(line)
-        process.stdin.flush()
-        raise KeyboardInterrupt
+    class Struck:
+        """Ctrl-C comes when the answer is there and was not read yet."""
 
-    monkeypatch.setattr(sandbox, "_exchange", interrupted)
+        def __init__(self) -> None:
+            self.real = poll()
+            self.register, self.unregister = self.real.register, self.real.unregister
+
+        def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+            ready = self.real.poll(timeout_ms)
+            if any(event & select.POLLIN for _, event in ready):
+                raise KeyboardInterrupt
+            return ready
+
     try:
         assert template.render([{"role": "user", "content": "Say green."}]) == "Say green."
-        with pytest.raises(KeyboardInterrupt):
-            template.render([{"role": "user", "content": "Say red."}])
+        with monkeypatch.context() as patch:
+            patch.setattr("cbatch.backend.llama.sandbox.select.poll", Struck)
+            with pytest.raises(KeyboardInterrupt):
+                template.render([{"role": "user", "content": "Say red."}])
         assert template.render([{"role": "user", "content": "Say blue."}]) == "Say blue."
     finally:
         template.close()
