@@ -28,8 +28,9 @@ from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import write_whole
-from cbatch.files.places import check_new, stdout
+from cbatch.files.places import check_apart, check_new, stdout
 from cbatch.support.checks import check_int
+from cbatch.support.hub import parts_of_model
 
 if TYPE_CHECKING:
     from cbatch.bench.comparison import Comparison, ComparisonPlan, Load
@@ -222,7 +223,10 @@ def bench(
     if words:
         raise ConfigError(f"{words[0]}: one model at a time; only a --case takes more arguments")
     files = {"json": json_file, "markdown": markdown_file, "html": html_file, "svg": svg_file}
+    read = [*(sources or ()), *filter(None, (requests, llama_server))]
+    read += parts_of_model(model) if model else []
     for file in filter(None, files.values()):
+        check_apart(file, read)
         check_new(file, force=force)
     if sources:
         if model is not None or not svg_file or json_file or markdown_file or html_file:

@@ -11,7 +11,7 @@ from cbatch.cli.option_table import Given, in_panel, takes
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import bar, say
 from cbatch.errors import ConfigError
-from cbatch.files.places import check_new, is_dash
+from cbatch.files.places import check_apart, check_new, is_dash
 
 _own, _size = in_panel(None), in_panel("Sizes")
 _OF_SHAPE = "the shape's"
@@ -110,6 +110,7 @@ def synth(
         raise ConfigError("--experts-used needs experts: give --experts, too")
     if full_every is not None and not (SHAPES[shape].n_window if window is None else window):
         raise ConfigError("--full-every needs a sliding window: give --window, too")
+    check_apart(output, filter(None, (vocab,)))
     check_new(output, force=force)
     asked: dict[str, Any] = {
         "type": type,

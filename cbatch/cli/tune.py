@@ -23,7 +23,8 @@ from cbatch.cli.terminal import bar, say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.files.output.durable import write_whole
-from cbatch.files.places import check_new
+from cbatch.files.places import check_apart, check_new
+from cbatch.support.hub import parts_of_model
 
 if TYPE_CHECKING:
     from cbatch.bench.model_text import ModelText
@@ -77,6 +78,7 @@ def tune(
     """
     model = one_model(file, model)
     if json_file is not None:
+        check_apart(json_file, parts_of_model(model) if model else ())
         check_new(json_file, force=force)
     settings = {"parallel": DEFAULT_PARALLEL, **_chosen(given.engine_settings())}
     from cbatch.bench.model_text import model_text

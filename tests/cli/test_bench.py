@@ -87,6 +87,29 @@ def test_file_that_exists_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("tune", "--json"), *(("bench", f"--{kind}") for kind in ("json", "markdown", "html", "svg"))],
+)
+def test_results_never_replace_the_model(tmp_path: Path, command: str, option: str) -> None:
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"precious")
+    (link := tmp_path / "link").symlink_to(parts[1])
+    for file in (*parts, link):
+        shown = invoke(command, parts[0], option, file, "--force")
+        assert (shown.exit_code, f"{file}: is the input" in shown.stderr) == (2, True)
+    assert [part.read_bytes() for part in parts] == [b"precious"] * 2
+
+
+@pytest.mark.parametrize("read", ["--from", "--requests", "--llama-server"])
+def test_results_never_replace_what_is_read(tmp_path: Path, read: str) -> None:
+    (file := tmp_path / "a").write_bytes(b"precious")
+    shown = invoke("bench", read, file, "--svg", file, "--force")
+    assert (shown.exit_code, f"{file}: is the input" in shown.stderr) == (2, True)
+    assert file.read_bytes() == b"precious"
+
+
 @pytest.mark.real
 def test_own_sides_are_measured_and_written_in_four_formats(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown", "html", "svg")}

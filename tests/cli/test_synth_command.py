@@ -38,6 +38,13 @@ def test_synth_over_a_file_needs_force(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"GGUF"
 
 
+def test_synth_never_replaces_the_model_whose_vocabulary_it_takes(tmp_path: Path) -> None:
+    (path := tmp_path / "a.gguf").write_bytes(b"precious")
+    result = invoke("synth", path, "--vocab", path, "--force")
+    assert (result.exit_code, path.read_bytes()) == (2, b"precious")
+    assert f"{path}: is the input" in result.stderr
+
+
 def test_synth_of_a_model_to_stdout_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
