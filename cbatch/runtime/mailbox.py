@@ -206,8 +206,6 @@ class Mailbox:
             self.items.set_aside(-len(more))
         if self._log is not None:
             self._log(results)
-        if self._weigh is not None:
-            self._weigh(self._size_of(chunks, [result for _, result in results]))
         with HeldBack():
             self._chunks.extend(chunks)
             for i, result in results:
@@ -215,6 +213,8 @@ class Mailbox:
                 self._completed.append(i)
             if results:  # at last: a reader that finds no item open takes what is there
                 self.items.end([result for _, result in results])
+        if self._weigh is not None:
+            self._weigh(self._size_of(chunks, [result for _, result in results]))
         self.readers.wake()
 
     def weigh(self, into: Callable[[int], object]) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -161,10 +162,8 @@ async def keep_asking(newest: Callable[[], Desk]) -> None:
     """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
     while True:
         await anyio.sleep(_ASK_S)
-        desk = newest()
-        desk.free_slots()
         try:
-            await desk.pulse.ask()
+            await newest().pulse.ask()
         except RuntimeError as error:
             if not is_lack_of_threads(error):
                 raise
@@ -364,7 +363,8 @@ class Desk:
         self.n_in_flight += n_sequences
         self._reserve(visit, n_sequences)
         try:
-            with self.answers.held(visit.end, lambda: not visit.n_open) as visit.held:
+            free = partial(self._free, visit)
+            with self.answers.held(visit.end, lambda: not visit.n_open, free) as visit.held:
                 yield visit
         finally:
             del self._visits[id(visit)]
@@ -390,13 +390,12 @@ class Desk:
         visit.n_reserved = n_sequences
         self.room.set_calls(self._n_reserved)
 
-    def free_slots(self) -> None:
-        """Let others have slots and bodies' room of calls that are computed, however slowly they are read."""
-        for visit in self._visits.values():
-            if visit.n_reserved and not visit.n_open:
-                self._reserve(visit, 0)
-                if visit.held is not None and visit.body is not None:
-                    visit.held.add(visit.body.release())
+    def _free(self, visit: Visit) -> None:
+        """Let others have the slots and the body's room of a call that is computed, however slowly it is read."""
+        if visit.n_reserved:
+            self._reserve(visit, 0)
+            if visit.held is not None and visit.body is not None:
+                visit.held.add(visit.body.release())
 
     def _check_queue(self, n_sequences: int, n_slots: int, n_limit: int) -> None:
         """Raise a `HttpProblemError` where so many sequences more would make the queue too long."""

@@ -28,20 +28,28 @@ class HeldAnswer:
         of_all: HeldAnswers,
         end: Callable[[HttpProblemError], None],
         is_computed: Callable[[], bool],
+        on_computed: Callable[[], None],
     ) -> None:
-        """Make one in the event loop, in which `end` ends the call; `is_computed` is called from any thread."""
+        """Make one in the event loop, in which `end` ends the call; see `HeldAnswers.held`."""
         self.n_bytes, self.added_s = 0, 0.0
         self.is_computed = is_computed
-        self._of_all, self._end, self._call_soon = of_all, end, call_soon_here()
+        self._of_all, self._end, self._on_computed = of_all, end, on_computed
+        self._call_soon = call_soon_here()
 
     def add(self, n_bytes: int) -> None:
         """Count more bytes, about. From any thread."""
         self._of_all.add(self, n_bytes)
+        if self.is_computed():
+            self._do_soon(self._on_computed)
 
     def end_soon(self, problem: HttpProblemError) -> None:
-        """End the call. From any thread; no effect where its event loop has ended."""
+        """End the call. From any thread."""
+        self._do_soon(partial(self._end, problem))
+
+    def _do_soon(self, work: Callable[[], None]) -> None:
+        """Have work done in the event loop; no effect where that has ended."""
         with suppress(RuntimeError):
-            self._call_soon(partial(self._end, problem))
+            self._call_soon(work)
 
 
 class HeldAnswers:
@@ -68,10 +76,19 @@ class HeldAnswers:
 
     @contextmanager
     def held(
-        self, end: Callable[[HttpProblemError], None], is_computed: Callable[[], bool]
+        self,
+        end: Callable[[HttpProblemError], None],
+        is_computed: Callable[[], bool],
+        on_computed: Callable[[], None] = lambda: None,
     ) -> Iterator[HeldAnswer]:
-        """Hold an answer for the block; `end` is called in this event loop where there is no room for it."""
-        answer = HeldAnswer(self, end, is_computed)
+        """Hold an answer for the block.
+
+        Args:
+            end: called in this event loop where there is no room for the answer.
+            is_computed: whether nothing more comes; called from any thread.
+            on_computed: called in this event loop soon after the last bytes, however slowly they are read.
+        """
+        answer = HeldAnswer(self, end, is_computed, on_computed)
         with self._lock:
             self._held[answer] = None
         try:

@@ -473,7 +473,7 @@ def test_slow_reader_takes_no_place_in_the_queue() -> None:
 
 @pytest.mark.real
 def test_slow_reader_holds_up_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.server.desk._ASK_S", 0.01)
+    monkeypatch.setattr("cbatch.server.desk._ASK_S", 1000.0)  # nobody looks again
     asked = request(CHAT, {**LONG, "stream": True})
     with kept_app(tmp_path, Engine(FakeBackend(1, 4096))) as app, running(app) as server:
         with_small_buffers(server)

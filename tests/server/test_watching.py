@@ -412,7 +412,7 @@ def test_lack_of_threads_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch)
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            desk: Any = SimpleNamespace(pulse=some, free_slots=bool)
+            desk: Any = SimpleNamespace(pulse=some)
             tasks.start_soon(keep_asking, lambda: desk)
             with anyio.fail_after(PATIENCE_S):
                 while some.answer is None:
