@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
 
-N_ENDED_MAX = 128
+N_ENDED_MAX = 1024
 """Most sequences without a slot that are cancelled, or end at their deadlines, before one plan, so that a step does not
-wait for thousands of results: some ten milliseconds. Our choice."""
+wait for many thousands of results: some twenty milliseconds. Our choice: 50,000 end within a second."""
 
 
 class Wants(Protocol):

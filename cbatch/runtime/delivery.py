@@ -47,9 +47,9 @@ def deliver(
             if driver.scores is not None:
                 make_scores(driver)
     for driver in ended:
-        target, place, _ = routes.pop(driver.request.id)
-        chunks, results = parcels.setdefault(target, ([], []))
-        last, ending = _last_parcel(driver, place)
+        route = routes.pop(driver.request.id)
+        chunks, results = parcels.setdefault(route.target, ([], []))
+        last, ending = _last_parcel(driver, route)
         chunks += last
         results += ending
         count_end(stats, driver)
@@ -73,11 +73,13 @@ def count_end(stats: EngineStats, driver: SequenceDriver) -> None:
     )
 
 
-def _last_parcel(driver: SequenceDriver, place: int) -> Parcel:
+def _last_parcel(driver: SequenceDriver, route: Route) -> Parcel:
     """Return the last chunk and the result of a sequence that ended; text that cannot be made fails it alone."""
+    target, place, _ = route
     try:
         last = take_chunk(driver)
-        return [last] if last else [], [(place, result_of(driver))]
+        result = result_of(driver, 0 if isinstance(target, Members) else place)
+        return [last] if last else [], [(place, result)]
     except Exception as error:
         failure = failure_of("the answer could not be made into text", error)
         return refused(driver.request.id, place, failure)

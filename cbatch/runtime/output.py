@@ -85,8 +85,8 @@ def make_scores(driver: SequenceDriver) -> Sequence[TokenLogprob]:
     return made
 
 
-def result_of(driver: SequenceDriver) -> BatchResult:
-    """Return the result of a sequence that ended."""
+def result_of(driver: SequenceDriver, i_item: int = 0) -> BatchResult:
+    """Return the result of a sequence that ended, of the item at a place of its batch."""
     if driver.finish_reason is None:
         raise SequenceStateError(f"{driver.request.id!r} has not finished")
     n_new = driver.n_output - len(driver.request.output)
@@ -119,6 +119,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         logprobs=_logprobs(driver),
         prompt_logprobs=_prompt_logprobs(driver),
         stop_reason=_stop_reason(driver),
+        i_item=i_item,
         origin=Origin(driver.request, driver.number, token_ids, driver.finish_reason, usage),
     )
 
@@ -133,10 +134,11 @@ def timings_of(
         n_computed: tokens that were computed for the first one to be sampled.
     """
     total_s = clock.after_s(clock.finished_s) or 0.0
-    queue_s = clock.after_s(clock.admitted_s)
+    if clock.admitted_s is None:
+        return Timings(total_s, None, total_s, None, None)
     admitted_s, first_s, last_s = clock.admitted_s, clock.first_token_s, clock.last_token_s
     return Timings(
-        queue_s=total_s if queue_s is None else queue_s,
+        queue_s=admitted_s - clock.submitted_s,
         ttft_s=clock.after_s(first_s),
         total_s=total_s,
         prompt_tps=_rate(n_computed, admitted_s, clock.computed_s if first_s is None else first_s),
@@ -174,6 +176,8 @@ def _stop_reason(driver: SequenceDriver) -> str | int | None:
 
 
 def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
+    if not answer.calls:
+        return ()
     owner, number = driver.request.owner, driver.number
     return tuple(
         ToolCall(call_id(owner, number, i), call.name, call.arguments)

@@ -132,7 +132,7 @@ def test_deadline_of_a_parked_one_keeps_its_text_and_forgets_its_cells() -> None
 def test_many_deadlines_at_once_end_some_a_plan_and_spare_the_others() -> None:
     rig = make_scheduler(n_slots=2)
     rig.submit(make_request("keeps", max_tokens=4))
-    rig.submit(*make_sequences(500, timeout_s=1.0))
+    rig.submit(*make_sequences(3 * N_ENDED_MAX, timeout_s=1.0))
     one_step(rig)
     one_step(rig)
     assert not rig.batcher.queue

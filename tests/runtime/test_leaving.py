@@ -171,7 +171,7 @@ class CountingBackend(FakeBackend):
 @thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("way", ["cancel", "cancel_all", "leave"])
 def test_many_cancelled_end_some_between_two_steps(way: str) -> None:
-    backend, n_many = CountingBackend(2, LONG, 16), 10 * N_ENDED_MAX
+    backend, n_many = CountingBackend(2, LONG, 16), 3 * N_ENDED_MAX
     backend.n_open = []
     with engine_on(backend, options=ENDLESS) as engine:
         other = iter(engine.submit("other"))
