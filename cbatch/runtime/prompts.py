@@ -19,6 +19,7 @@ from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 from cbatch.sounds import is_sound
 from cbatch.support.garbage import drop_frames
+from cbatch.support.moments import TakesLongError, brief
 from cbatch.support.picture_tokens import PictureTokens, edges_of
 from cbatch.support.prefix_index import n_common
 from cbatch.support.sound_length import told_samples
@@ -131,13 +132,18 @@ class PromptTokenizer:
             self._vocab.stop_encoding()
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
-        """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too."""
+        """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too.
+
+        Raises a `TakesLongError` in a `brief` block.
+        """
         try:
             if request.ending:
                 return self._with_ending(request)
             found = self._of_choice(request)
             output_cap(request, len(found.tokens), self._n_window, found.n_first)
             return found
+        except TakesLongError:
+            raise
         except Exception as error:
             return _failure(error)
 
@@ -207,6 +213,8 @@ class PromptTokenizer:
             return 1
         try:
             first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
+        except TakesLongError:
+            raise
         except Exception:  # a template may refuse a single message
             return 1
         return max(1, n_common([*first], [*tokens]))
@@ -232,7 +240,7 @@ class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
     What these show is encoded in a third one, so that a prompt whose pictures are known waits for no other; and what
-    takes long to decode in a fourth.
+    takes long to decode in a fourth, as are short chats whose template takes long.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -244,7 +252,7 @@ class PromptLanes:
         self._ordered: set[SequenceDriver] = set()
         self._post: PostPrompts = _nowhere
         self._take: Callable[[SequenceDriver], object] = bool
-        self._short = _Lane("cbatch-prompts", self._find)
+        self._short = _Lane("cbatch-prompts", self._find_short)
         self._long = _Lane("cbatch-long-prompts", self._find)
         self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
         self._slow = _Lane("cbatch-slow-encoder", self._encode, is_nice=True)
@@ -293,6 +301,10 @@ class PromptLanes:
         for lane in self._lanes:
             lane.close()
 
+    def _find_short(self, drivers: Callable[[], SequenceDriver | None]) -> None:
+        with brief():
+            self._find(drivers)
+
     def _find(self, drivers: Callable[[], SequenceDriver | None]) -> None:
         """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
         found: list[_Found] = []
@@ -301,7 +313,11 @@ class PromptLanes:
             if driver.finish_reason is not None:
                 self._ordered.discard(driver)
                 continue
-            prompt = self._prompts.find(driver.request)
+            try:
+                prompt = self._prompts.find(driver.request)
+            except TakesLongError:
+                self._slow.put((driver, None))
+                continue
             if is_encoded(prompt):
                 found.append((driver, self._prompts.encoded(prompt)))
             else:

@@ -17,6 +17,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.work_thread import WorkThread
+from cbatch.support.moments import TakesLongError, is_brief
 from tests.chat.test_tool_calls import THINK_END, Speaker
 from tests.runtime.backends import PATIENCE_S, in_thread
 from tests.worker.links import workers_over
@@ -129,6 +130,28 @@ def test_chat_whose_template_is_slow_holds_up_no_submission() -> None:
         assert all(
             isinstance(r.error, PromptTooLongError) for r in chats.results(return_errors=True)
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"thinking_budget": 2}], ids=["", "open"])
+def test_chats_whose_template_takes_long_hold_up_no_other_chat(options: dict[str, Any]) -> None:
+    backend = Speaker([65] * 8)
+    render, go = backend.vocab.render_text, threading.Event()
+
+    def render_text(messages: Any, *more: Any) -> str:
+        if messages[0]["content"] == "slow":
+            if is_brief():
+                raise TakesLongError
+            assert go.wait(PATIENCE_S)
+        return render(messages, *more)
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    with Engine(backend) as engine:
+        slow = engine.run([BatchPrompt([{"role": "user", "content": "slow"}])] * 12, options=SHORT)
+        other = engine.run([CHAT] * 3, options={**SHORT, **options})
+        assert [len(r.token_ids) for r in other.results()] == [3] * 3
+        assert slow.n_open == 12
+        go.set()
+        assert [len(r.token_ids) for r in slow.results()] == [3] * 12
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])

@@ -18,6 +18,8 @@ from cbatch.errors import (
     PromptError,
     RequestFailedError,
 )
+from cbatch.support import moments
+from cbatch.support.moments import TakesLongError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +37,12 @@ _NO_TEMPLATE = (
 _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
 """Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
-_N_PROCESSES, _N_IDLE = 4, 2
-"""Most chats that are rendered at the same time, and most processes that stay. Our choice: each may have 1 GiB."""
+_N_BRIEF, _N_LONG, _N_IDLE = 1, 4, 2
+"""Most chats that are rendered at the same time, briefly and to the end, and most processes that stay. Our choice: each
+may have 1 GiB."""
+
+_BRIEF_CPU_S, _BRIEF_WALL_S = 0.03, 0.5
+"""What a chat gets that is not to hold up others. Our choice: ordinary ones take some milliseconds."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "text_of_a_probe"}
@@ -107,7 +113,8 @@ class _Renderer:
         self._free: list[Sandbox] = []
         self._asked: set[Sandbox] = set()
         """Processes that are being asked."""
-        self._turns = threading.BoundedSemaphore(_N_PROCESSES)
+        self._brief_turns = threading.BoundedSemaphore(_N_BRIEF)
+        self._long_turns = threading.BoundedSemaphore(_N_LONG)
         self._is_stopped = False
 
     def ask(
@@ -115,11 +122,11 @@ class _Renderer:
     ) -> dict[str, str]:
         """Return the answer of `template_job`: `text`, `broken` or `refused`; or under `unasked` why there is none.
 
-        Raises an `EngineClosedError` once it is stopped.
+        Raises an `EngineClosedError` once it is stopped, and a `TakesLongError` where a brief one takes long.
         """
-        now_s = self._clock()
+        now_s, is_brief = self._clock(), moments.is_brief()
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
-        with self._turns:
+        with self._brief_turns if is_brief else self._long_turns:
             sandbox = self._take()
             if not sandbox.is_possible:
                 return template_job.begin(self._settings)(question)
@@ -127,11 +134,17 @@ class _Renderer:
                 return {"unasked": f"no process for the template: {sandbox.problem}"}
             try:
                 self._check_open()
-                found: dict[str, str] = sandbox.ask(question)
+                found: dict[str, str] = (
+                    sandbox.ask({**question, "within_s": _BRIEF_CPU_S}, _BRIEF_WALL_S)
+                    if is_brief
+                    else sandbox.ask(question)
+                )
             except NoAnswerError as error:
                 self._check_open()
                 if sandbox.problem:
                     return {"unasked": f"no process for the template: {sandbox.problem}"}
+                if is_brief:
+                    raise TakesLongError from error
                 kind = "refused" if error.is_lasting else "unasked"
                 return {
                     kind: f"rendering exceeds {_LIMITS.cpu_s} s of CPU time or "
@@ -143,6 +156,8 @@ class _Renderer:
                 return {"refused": f"messages and variables must be JSON: {error}"}
             finally:
                 self._give_back(sandbox)
+            if "late" in found:
+                raise TakesLongError
             return found
 
     def _take(self) -> Sandbox:

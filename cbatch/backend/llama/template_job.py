@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -35,9 +36,9 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         settings: `source`, the template; `bos_token` and `eos_token`, which it may use.
 
     Returns:
-        A function of `messages` (None: only compile), `variables` and `now_s`, the time in seconds since the epoch. Its
-        answer has `text`, the chat; or `broken`, why the template does not compile; or `refused`, why the template
-        rejects the chat.
+        A function of `messages` (None: only compile), `variables` and `now_s`, the time in seconds since the epoch; and
+        `within_s`, if given the most seconds of computing. Its answer has `text`, the chat; or `broken`, why the
+        template does not compile; or `refused`, why the template rejects the chat; or `late`, if it takes longer.
     """
     source = settings["source"]
     has_functions_text = _FUNCTIONS_TEXT in source
@@ -68,8 +69,13 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         found = {**always, **_dates(now), "messages": messages, **given}
         if has_functions_text and given.get("tools"):
             found["functions"] = _tojson([tool["function"] for tool in given["tools"]], indent=4)
+        alarm = _Alarm(question.get("within_s", 0))
         try:
-            text = compiled[0].render(found)
+            with alarm:
+                text = compiled[0].render(found)
+        except _LateError:
+            alarm.end()
+            return {"late": ""}
         except Exception as error:  # a template may raise anything
             return {"refused": _words_of(error)}
         if len(text) > _N_TEXT_MAX:
@@ -79,6 +85,36 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         return {"text": text}
 
     return render
+
+
+class _LateError(BaseException):
+    """The time is over. No template catches it."""
+
+
+class _Alarm:
+    """A block that raises a `_LateError` after some seconds of computing; 0: after any number. Not on Windows."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s if hasattr(signal, "setitimer") else 0
+
+    def __enter__(self) -> None:
+        if self._after_s:
+            signal.signal(signal.SIGPROF, self._strike)
+            # again and again: a first error may come where it is dropped, as in a `__del__`
+            signal.setitimer(signal.ITIMER_PROF, self._after_s, self._after_s)
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Raise no more; where it has struck amid the end of the block, too."""
+        if self._after_s:
+            self._after_s = 0
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _strike(self, number: int, frame: object) -> None:
+        if self._after_s:
+            raise _LateError
 
 
 def _environment() -> jinja2.Environment:

@@ -17,6 +17,7 @@ from cbatch.backend.llama import chat_template
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
 from cbatch.backend.llama.sandbox import NoAnswerError
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, RequestFailedError
+from cbatch.support.moments import TakesLongError, brief
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -162,9 +163,11 @@ class HeldSandbox:
     def start(self) -> None:
         pass
 
-    def ask(self, question: Any) -> dict[str, str]:
+    def ask(self, question: Any, within_s: float | None = None) -> dict[str, str]:
         content = question["messages"][0]["content"]
         if content == "slow":
+            if within_s is not None:
+                return {"late": ""}
             self.begun.release()
             assert self.go.wait(PATIENCE_S)
         return {"text": content}
@@ -190,6 +193,55 @@ def test_chats_that_take_long_hold_up_no_others(monkeypatch: pytest.MonkeyPatch)
         assert [future.result(PATIENCE_S) for future in held] == ["slow"] * 3
 
 
+def test_brief_chat_waits_for_none_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "Sandbox", HeldSandbox)
+    template = ChatTemplate(ECHO)
+    slow = {**USER, "content": "slow"}
+    HeldSandbox.go.clear()
+    with ThreadPoolExecutor() as threads:
+        try:
+            held = [threads.submit(template.render, [slow]) for _ in range(8)]
+            for _ in range(4):
+                assert HeldSandbox.begun.acquire(timeout=PATIENCE_S)
+            with brief():
+                for _ in range(8):
+                    assert template.render([USER]) == "Hi"
+                    with pytest.raises(TakesLongError):
+                        template.render([slow])
+            assert not any(future.done() for future in held)
+        finally:
+            HeldSandbox.go.set()
+        assert [future.result(PATIENCE_S) for future in held] == ["slow"] * 8
+
+
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    "source", [ENDLESS, "{{ 9 ** (9 ** (8 + messages | length)) }}"], ids=["loop", "C"]
+)
+def test_brief_chat_is_broken_off_soon_and_costs_no_other(source: str) -> None:
+    template = ChatTemplate("{% if messages | length == 1 %}" + source + "{% endif %}" + ECHO)
+    with brief():
+        for _ in range(3):
+            with pytest.raises(TakesLongError):
+                template.render([USER])
+            assert template.render([USER, USER]) == "[Hi][Hi]"
+    template.close()
+
+
+def test_loops_are_broken_off_in_the_process_that_stays() -> None:
+    before, template = set(children()), ChatTemplate(ENDLESS)
+    template.start()
+    [pid] = set(children()) - before
+    with brief():
+        for _ in range(3):
+            with pytest.raises(TakesLongError):
+                template.render([USER])
+    assert set(children()) - before == {pid}
+    template.close()
+
+
 class OnlySandbox(HeldSandbox):
     """The first of these gets a process; the system starts no more."""
 
@@ -201,10 +253,10 @@ class OnlySandbox(HeldSandbox):
         OnlySandbox.n_made += 1
         self.problem = "no more processes" if OnlySandbox.n_made > 1 else ""
 
-    def ask(self, question: Any) -> dict[str, str]:
+    def ask(self, question: Any, within_s: float | None = None) -> dict[str, str]:
         if self.problem:
             raise NoAnswerError(is_lasting=False)
-        return super().ask(question)
+        return super().ask(question, within_s)
 
 
 def test_chats_wait_for_the_only_process_that_the_system_allows(
