@@ -19,6 +19,7 @@ from anyio.lowlevel import RunVar, checkpoint, current_token
 
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.support.interrupts import Sleepers
+from cbatch.support.thread_start import start
 
 
 class LoopWaker:
@@ -200,7 +201,7 @@ async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | No
             outcome.set_exception(error)
         waker.set_soon(has_ended)
 
-    threading.Thread(target=partial(copy_context().run, do), name="cbatch-to-end").start()
+    start(threading.Thread(target=partial(copy_context().run, do), name="cbatch-to-end"))
     cancelled = await _wait_shielded(has_ended, hurry)
     if cancelled is not None:
         raise cancelled from outcome.exception()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 
 from cbatch.errors import NoThreadError
+from cbatch.support.garbage import no_finalizers
+from cbatch.support.interrupts import HeldBack, Latch
 
 
 def started(
@@ -22,15 +24,28 @@ def started(
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a new thread.
+    """Start a new thread; return when it runs.
+
+    Until then it is not known to be that thread, and its starter waits for it: a finalizer in the one or the other that
+    waited for an engine could wait for ever. None runs in the new one, and `is_locked_here` in the other.
 
     Raises:
         NoThreadError: the system has no more threads. This one can never be started or joined.
     """
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise NoThreadError from error
+    runs, run = Latch(), thread.run
+
+    def begin() -> None:
+        del thread.run
+        runs.open()
+        run()
+
+    thread.run = begin  # type: ignore[method-assign]
+    with HeldBack(), no_finalizers():
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise NoThreadError from error
+        runs.wait()
 
 
 def is_lack_of_threads(error: BaseException) -> bool:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +20,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.support.checks import MAX_INT, check_int
-from cbatch.support.garbage import no_finalizers, uncollected
+from cbatch.support.garbage import uncollected
 from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.support.logs import must_not_wait
 from cbatch.support.thread_start import started
@@ -282,21 +281,14 @@ class Connection:
         """Have another thread read meanwhile: it settles calls and puts off all else. For the thread of `messages`."""
         with HeldBack(), self._locked:  # a finalizer amid it must not wait
             if not self._is_aside:
-                with (
-                    no_finalizers()
-                ):  # nor one in the new thread, which is not known to be it before it runs
-                    runs = Latch()
-                    work = partial(self._read_aside, runs)
-                    self._aside = started(work, "cbatch-aside", _AsideThread)
-                    runs.wait()
+                self._aside = started(self._read_aside, "cbatch-aside", _AsideThread)
             self._reads_on = self._is_aside = True
         try:
             yield
         finally:
             self._reads_on = False
 
-    def _read_aside(self, runs: Latch) -> None:
-        runs.open()
+    def _read_aside(self) -> None:
         try:
             while (frame := next(self.frames, None)) is not None:
                 said = _read(frame)

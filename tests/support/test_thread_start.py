@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from contextlib import closing
@@ -15,6 +16,7 @@ from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.errors import NoThreadError
 from cbatch.progress import SilentView
 from cbatch.response import BatchError
+from cbatch.support.logs import must_not_wait
 from cbatch.support.thread_start import is_lack_of_threads, started
 from cbatch.worker.line_sender import LineSender
 from tests.no_threads import NoThreads
@@ -89,3 +91,50 @@ def test_message_to_nobody_ends_the_thread_that_writes() -> None:
     os.close(to)
     with pytest.raises(BrokenPipeError):
         lines.send(b"more")
+
+
+class Again:
+    """Garbage that the collector finds wherever it runs; the next piece is there at once, while `do` returns true."""
+
+    def __init__(self, do: Callable[[], bool]) -> None:
+        self.do, self.itself = do, self
+
+    def __del__(self) -> None:
+        if self.do():
+            Again(self.do)
+
+
+def test_no_finalizer_waits_for_a_thread_that_starts_nor_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, working, is_starting, is_over = threading.get_ident(), set[int](), False, False
+    found: set[tuple[str, bool]] = set()
+    start_thread: Callable[[threading.Thread], None] = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal is_starting
+        is_starting = True
+        start_thread(thread)
+        is_starting = False
+
+    def note() -> bool:
+        if threading.get_ident() != here:
+            found.add(("new thread", threading.get_ident() in working))
+        elif is_starting:
+            found.add(("its starter", must_not_wait()))
+        return not is_over
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        Again(note)
+        for _ in range(100):
+            started(lambda: working.add(threading.get_ident()), "works").join()
+            working.clear()
+    finally:
+        is_over = True
+        gc.set_threshold(*before)
+        gc.collect()
+    assert ("new thread", False) not in found
+    assert ("its starter", False) not in found
