@@ -88,13 +88,19 @@ class SharedEngine:
         self._lent: list[tuple[_Loan, Engine]] = []
 
     def __enter__(self) -> Engine:
-        loan = _loans(os.getpid()).of(self._spec)
-        self._lent.append((loan, loan.take(self._spec)))
+        loans = _loans(os.getpid())
+        loan = loans.of(self._spec)
+        try:
+            self._lent.append((loan, loan.take(self._spec)))
+        except BaseException:
+            loans.leave(self._spec, loan)
+            raise
         return self._lent[-1][1]
 
     def __exit__(self, *error: object) -> None:
         loan, engine = self._lent.pop()
         loan.give_back(engine)
+        _loans(os.getpid()).leave(self._spec, loan)
 
     async def __aenter__(self) -> Engine:
         try:
@@ -110,15 +116,24 @@ class SharedEngine:
 
 
 class _Loans:
-    """The shared engines of one process."""
+    """The shared engines of one process; those that nobody has are forgotten."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loans: dict[EngineSpec, _Loan] = {}
 
     def of(self, spec: EngineSpec) -> _Loan:
+        """Return the loan of a spec, kept until as many have left it."""
         with self._lock:
-            return self._loans.setdefault(spec, _Loan())
+            loan = self._loans.setdefault(spec, _Loan())
+            loan.n_here += 1
+            return loan
+
+    def leave(self, spec: EngineSpec, loan: _Loan) -> None:
+        with self._lock:
+            loan.n_here -= 1
+            if not loan.n_here and self._loans.get(spec) is loan:  # not so in a fork
+                del self._loans[spec]
 
 
 class _Loan:
@@ -128,6 +143,8 @@ class _Loan:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._n_users = 0
+        self.n_here = 0
+        """Its users, also of engines that have failed, and those that wait for it; with the lock of `_Loans`."""
 
     def take(self, spec: EngineSpec) -> Engine:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import threading
@@ -177,6 +178,36 @@ def test_load_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("cbatch.engine_spec.load", Loads())
     with spec.shared() as engine:
         assert engine.parallel == 2
+
+
+def n_known(name: str) -> int:
+    gc.collect()
+    specs = [o for o in gc.get_objects() if isinstance(o, cbatch.EngineSpec)]
+    return sum(name in str(spec.model) for spec in specs)
+
+
+def test_spec_whose_last_user_has_left_is_forgotten(loads: Loads) -> None:
+    for i in range(3):
+        with cbatch.EngineSpec(f"forgotten-{i}").shared(), cbatch.EngineSpec("a").shared():
+            pass
+    assert not n_known("forgotten")
+
+
+@pytest.mark.usefixtures("loads")
+def test_spec_that_cannot_be_loaded_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.engine_spec.load", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError), cbatch.EngineSpec("forgotten").shared():
+        pass
+    assert not n_known("forgotten")
+
+
+def test_engine_that_is_lent_without_an_end_stays_shared(loads: Loads) -> None:
+    first = cbatch.EngineSpec("a").shared().__enter__()
+    with cbatch.EngineSpec("a").shared() as second:
+        assert second is first
+    with cbatch.EngineSpec("a").shared() as third:
+        assert third is first
+    first.close()
 
 
 @pytest.mark.anyio
