@@ -169,7 +169,7 @@ class InFlight:
             self._n_promised -= len(drivers)
             self._loop.enqueue(drivers)
 
-        if not self._loop.is_inside:
+        if not self._loop.must_not_wait:
             self._loop.call(submit)
             return
         self.check_room(len(drivers), n_limit)
@@ -185,10 +185,10 @@ class InFlight:
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences while no more than `n_limit` wait for a slot; return when the last one is queued.
 
-        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room. During a step
-        no caller can wait, so this does what `submit_within` does.
+        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room. For a caller that
+        must not wait, this does what `submit_within` does.
         """
-        if self._loop.is_inside:
+        if self._loop.must_not_wait:
             self.submit_within(drivers, n_limit)
             return
         todo = deque(drivers)

@@ -491,11 +491,12 @@ class Loop:
         """End every request, the thread and the backend. Twice is harmless; from any thread.
 
         Ctrl-C meanwhile is raised when that is done: the thread must not outlive its model, nor a process its threads.
-        During a step, for example if the engine's last reference dies there, all of this is done after the step.
+        Where the caller must not wait, for example if the engine's last reference dies during a step, all of this is
+        done after the step.
         """
         if os.getpid() != self._pid:
             return
-        if self.is_inside:
+        if self.is_inside or (self._thread is not None and self.must_not_wait):
             self._commands.put(self._mark_closed)
             self.hurry()
             return
@@ -516,8 +517,8 @@ class Loop:
         thread.join()
 
     def wait_for_end(self) -> None:
-        """Wait, after closing, until the owner's thread has ended every request."""
-        if self._thread is not None and not self.is_inside:
+        """Wait, after closing, until the owner's thread has ended every request, unless the caller must not wait."""
+        if self._thread is not None and not self.must_not_wait:
             self._ended.wait()
 
     def _mark_closed(self) -> None:

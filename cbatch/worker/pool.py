@@ -29,7 +29,7 @@ from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
 from cbatch.support.interrupts import Sleepers
-from cbatch.support.logs import Log
+from cbatch.support.logs import Log, must_not_wait
 from cbatch.support.thread_start import start
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
@@ -769,7 +769,7 @@ class Pool:
     # ---- the end ----
 
     def close(self, within_s: float | None = None) -> None:
-        """End every request and the workers; wait until they are gone, except in a worker's own thread.
+        """End every request and the workers; wait until they are gone, except where others may wait for this thread.
 
         A worker that does not end in `within_s`, such as a stopped one, is killed.
         """
@@ -784,7 +784,10 @@ class Pool:
             connection.tell(Close())
         self._changed.wake()
         self._entrance.wake()
-        self._join(_LAST_S if within_s is None else within_s)
+        if must_not_wait():
+            self._is_over.set()
+        else:
+            self._join(_LAST_S if within_s is None else within_s)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, None)
 

@@ -288,6 +288,40 @@ def test_finalizer_under_a_lock_gives_orders_and_does_not_wait(is_lock: bool) ->
         assert [r.finish_reason for r in all_results(response)] == ["cancelled", "length", "length"]
 
 
+@thread_only(Reason.AT_ONCE)
+@pytest.mark.parametrize("when_full", ["reject", "wait"])
+def test_finalizer_under_a_lock_submits_and_does_not_wait(when_full: Any) -> None:
+    backend = GatedBackend(1, 256, 16, hold_at=2)
+    schedule = ScheduleOptions(max_queue=1, when_full=when_full)
+    with engine_on(backend, options=OPTIONS, schedule=schedule) as engine:
+        response = engine.run(["a"])
+        backend.wait_until_held()
+        with HeldBack():
+            more = engine.submit("b")
+        backend.release()
+        assert [r.finish_reason for r in all_results(response) + all_results(more)] == [
+            "length"
+        ] * 2
+
+
+@no_pool(Reason.ONE_BACKEND)
+@pytest.mark.parametrize("is_handler", [True, False])
+def test_close_where_others_may_wait_returns_at_once(is_handler: bool) -> None:
+    backend = GatedBackend(1, 256, 16, hold_at=2)
+    engine = engine_on(backend, options=OPTIONS)
+    response = engine.run(["a", "b"])
+    backend.wait_until_held()
+    if is_handler:
+        with logged("cbatch.test", lambda _: engine.close()):
+            Log("cbatch.test").tell("event")
+    else:
+        with HeldBack():
+            engine.close()
+    backend.release()
+    assert {r.finish_reason for r in all_results(response)} <= {"cancelled", "error"}
+    engine.close()
+
+
 @no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("place", ["held back", "log handler", "held log", "worker's record"])
 def test_questions_where_others_may_wait_are_answered_at_once_or_refused(place: str) -> None:
