@@ -356,12 +356,12 @@ class Pool:
     def _enter(self, new: Sequence[Asked], *, is_awaited: bool) -> None:
         refusals = {a: error for a in new if (error := self._wrong_slot(a)) is not None}
         for asked, error in refusals.items():
-            if not (asked.is_part and asked.has_own_slot):
+            if not (asked.call.is_part and asked.has_own_slot):
                 raise error
         new = [asked for asked in new if asked not in refusals]
         for asked in new:
             if asked.n_ends > 1:
-                asked.target.expect_choices(asked.n_ends)
+                asked.call.target.expect_choices(asked.n_ends)
         with self.lock():
             check_own([asked.id for asked in new], self.requests)
             self.requests.update((asked.id, asked) for asked in new)
@@ -370,7 +370,7 @@ class Pool:
                 asked.is_awaited = is_awaited
             self._send_held()
         for asked, error in refusals.items():
-            asked.target.deliver(*refused(asked.id, asked.place, error))
+            asked.call.target.deliver(*refused(asked.id, asked.place, error))
 
     def check_slot(self, slot: int | None) -> None:
         """Raise a ConfigError for a slot that no worker has."""
@@ -482,7 +482,7 @@ class Pool:
                 return connection if load < math.inf else None
             if connection is not None and connection is taker and load < 1:
                 return connection
-        return places[self.routing.choose([*beginnings(asked.prompt, asked.options)], loads)]
+        return places[self.routing.choose([*beginnings(asked.prompt, asked.call.options)], loads)]
 
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
@@ -564,12 +564,12 @@ class Pool:
                 if (known := connection.requests.get(id)) is not None:
                     known.has_begun = True
             for asked, chunk in heard:
-                parcels.setdefault(asked.target, ([], []))[0].extend(asked.hear(chunk))
+                parcels.setdefault(asked.call.target, ([], []))[0].extend(asked.hear(chunk))
             for asked in ended:
                 self._drop(asked)
         for asked, said_result in ended.items():
             result = asked.shared(said_result)
-            chunks, results = parcels.setdefault(asked.target, ([], []))
+            chunks, results = parcels.setdefault(asked.call.target, ([], []))
             last = asked.last_chunks(result)
             asked.count_ends(len(last))
             chunks += last

@@ -21,6 +21,7 @@ from cbatch.response import (
     TokenLogprob,
     Usage,
 )
+from cbatch.runtime.interface import Submission
 from cbatch.runtime.output import Origin
 from cbatch.worker.protocol_commands import Extend, HeardResult, RunCommand
 from cbatch.worker.wire import (
@@ -36,10 +37,9 @@ from cbatch.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.embedding import TextSettings
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.worker.connection import Connection, Reply
 
@@ -68,14 +68,12 @@ class Asked:
 
     id: RequestId
     prompt: BatchPrompt
-    options: RunOptions
-    """Of its run; the prompt's own come before them."""
-    target: Target
+    call: Submission
+    """What it has in common with others of its call, without prompts; the prompt's own options come before those."""
     place: int
     name: str
     _: KW_ONLY
     submitted_s: float
-    ends_s: float = math.inf
     item: Raw = field(default_factory=Raw)
     """The prompt as a worker takes it; of a request that continues a result, nothing."""
     given: Raw = field(default_factory=Raw)
@@ -84,16 +82,6 @@ class Asked:
     """The slot to run in, among those of all workers."""
     n_ends: int = 1
     """How often its reader is to be told of an end: once for each choice."""
-    is_fed: bool = False
-    may_wait: bool = True
-    is_checked: bool = False
-    job: int = 0
-    is_part: bool = False
-    """Whether it is one of several requests of a call."""
-    texts: TextSettings | None = None
-    """How it is embedded, where it is a text for that."""
-    asks_again: bool = False
-    """Whether it is asked again where its worker dies."""
     extended: BatchResult | None = None
     """The result that it continues, by `n_more` tokens."""
     n_more: int = 0
@@ -137,31 +125,22 @@ class Asked:
             ConfigError: a prompt has a value that cannot be sent.
         """
         now, s = time.perf_counter() - submission.age_s, submission
+        call = replace(s, prompts=(), ids=(), names=(), is_part=s.is_group)
         for i, (prompt, id, name) in enumerate(zip(s.prompts, s.ids, s.names, strict=True)):
             own = RunOptions.of(prompt.options)
             n = own.n if own.n is not None else s.options.n
-            slot = own.slot if own.slot is not None else s.options.slot
             yield cls(
                 id,
                 prompt,
-                s.options,
-                s.target,
+                call,
                 s.first_place + i,
                 name,
-                ends_s=s.ends_s,
                 submitted_s=now,
                 item=_encoded(prompt, id, name),
                 given=given,
-                slot=slot,
+                slot=own.slot if own.slot is not None else s.options.slot,
                 n_ends=n or 1,
-                is_fed=s.is_fed,
-                may_wait=s.may_wait,
-                is_checked=s.is_checked,
-                job=s.job,
-                is_part=s.is_group,
                 is_paused=s.is_paused,
-                asks_again=s.asks_again,
-                texts=s.texts,
             )
 
     @classmethod
@@ -170,7 +149,8 @@ class Asked:
         origin = result.origin
         assert isinstance(origin, Origin)
         request, now = origin.request, time.perf_counter()
-        more = cls(id, request.prompt, request.options, target, 0, "", submitted_s=now)
+        call = Submission((), (), (), request.options, math.inf, target)
+        more = cls(id, request.prompt, call, 0, "", submitted_s=now)
         more.extended, more.n_more, more.slot = result, n_more, request.options.slot
         return more
 
@@ -196,21 +176,21 @@ class Asked:
 
     def message(self, now: float) -> RunCommand | Extend:
         """Return the command that submits it; but for an extension, prompts and options are to be added."""
-        is_paused = self.is_paused or self.n_resumed is not None
+        call, is_paused = self.call, self.is_paused or self.n_resumed is not None
         if self.extended is not None:
             return self._extension(self.extended, is_paused=is_paused)
         return RunCommand(
             items=[],
-            stream=self.target.is_streamed,
-            by_token=self.target.wants_tokens,
+            stream=call.target.is_streamed,
+            by_token=call.target.wants_tokens,
             paused=is_paused,
-            fed=self.is_fed,
-            may_wait=self.may_wait,
-            checked=self.is_checked,
-            part=self.is_part,
-            job=self.job,
-            texts=self.texts,
-            seconds=None if self.ends_s == math.inf else max(0.0, self.ends_s - now),
+            fed=call.is_fed,
+            may_wait=call.may_wait,
+            checked=call.is_checked,
+            part=call.is_part,
+            job=call.job,
+            texts=call.texts,
+            seconds=None if call.ends_s == math.inf else max(0.0, call.ends_s - now),
             age_s=round(now - self.submitted_s, 3),
         )
 
@@ -230,8 +210,8 @@ class Asked:
                 origin=origin.number,
             ),
             n_tokens=self.n_more,
-            stream=self.target.is_streamed,
-            by_token=self.target.wants_tokens,
+            stream=self.call.target.is_streamed,
+            by_token=self.call.target.wants_tokens,
             paused=is_paused,
         )
 
@@ -248,14 +228,14 @@ class Asked:
     def deadline_s(self) -> float:
         """When the request's time is over, by `time.perf_counter`."""
         own = RunOptions.of(self.prompt.options).timeout_s
-        seconds = self.options.timeout_s if own is None else own
-        return min(self.ends_s, math.inf if seconds is None else self.submitted_s + seconds)
+        seconds = self.call.options.timeout_s if own is None else own
+        return min(self.call.ends_s, math.inf if seconds is None else self.submitted_s + seconds)
 
     @property
     def n_choices(self) -> int:
         """Answers that are kept."""
         own = RunOptions.of(self.prompt.options).n
-        return (self.options.n if own is None else own) or 1
+        return (self.call.options.n if own is None else own) or 1
 
     @property
     def is_refused(self) -> bool:
@@ -317,7 +297,7 @@ class Asked:
             return True
         self.n_deaths_alone += self.must_be_alone
         self.n_deaths += 1
-        can_repeat = not self.has_begun or (self.asks_again and not self.heard)
+        can_repeat = not self.has_begun or (self.call.asks_again and not self.heard)
         return can_repeat and not self.is_poison
 
     def absolve(self) -> None:
@@ -340,7 +320,7 @@ class Asked:
 
     def _request(self, seed: int, owner: str) -> Request:
         """Return what each of its results continues."""
-        options = RunOptions.of(self.prompt.options).over(self.options)
+        options = RunOptions.of(self.prompt.options).over(self.call.options)
         if options.n is not None or options.best_of is not None:
             options = replace(options, n=None, best_of=None)
         return Request(
@@ -377,13 +357,13 @@ class Asked:
     ) -> None:
         """Tell its reader of its end."""
         self.count_ends(len(chunks))
-        self.target.deliver(chunks, results)
+        self.call.target.deliver(chunks, results)
 
     def count_ends(self, n_more: int = 0) -> None:
         """Have its reader expect the ends that have come, and `n_more`: a request may fail with one for all choices."""
         n = len(self.ended) + n_more
         if n != self.n_ends:
-            self.target.expect_choices(1 + n - self.n_ends)
+            self.call.target.expect_choices(1 + n - self.n_ends)
             self.n_ends = n
 
     def read_result(self, said: BatchResult, owner: str) -> BatchResult:
