@@ -1,20 +1,46 @@
 """`cbatch synth`: a random model to try things with."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cbatch.cli.completion import among, gguf_files
-from cbatch.cli.option_table import Given, in_panel, takes
+from cbatch.cli.option_table import Given, Option, in_panel, takes
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import bar, say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_apart, check_new, is_dash
+from cbatch.support.checks import MAX_INT, check_int
 
-_own, _size = in_panel(None), in_panel("Sizes")
-_OF_SHAPE = "the shape's"
+SIZES = "Sizes"
+
+_own, _size = in_panel(None), partial(Option, SIZES, shown="the shape's", type=int)
+_SIZES = (
+    _size("n_vocab", "Tokens of the vocabulary.", shown="the vocabulary's, or the shape's"),
+    _size("n_layer", "Layers."),
+    _size("n_embd", "Width of the model."),
+    _size("n_head", "Attention heads."),
+    _size("n_kv_head", "Heads of keys and values."),
+    _size("n_ff", "Width of a feed-forward layer, or of each expert."),
+    _size(
+        "tied",
+        "Use the weights of the embedding for the output, too (--tied), or separate ones.",
+        type=bool,
+        names=("--tied/--untied",),
+    ),
+    _size("experts", "Experts of each layer; 0 for none.", setting="n_expert"),
+    _size("experts_used", "Experts that a token uses.", shown="2 of them", setting="n_expert_used"),
+    _size(
+        "window",
+        "Positions that layers with a sliding window see; 0 for none.",
+        setting="n_window",
+    ),
+    _size("full_every", "With a window: every Nth layer sees the whole context.", shown="2"),
+)
+"""Fields of `Shape` as options."""
 
 
 def _shapes(incomplete: str) -> list[str]:
@@ -23,7 +49,7 @@ def _shapes(incomplete: str) -> list[str]:
     return among(SHAPES)(incomplete)
 
 
-@takes("llama_library")
+@takes("llama_library", own=_SIZES)
 def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The model file to write.")],
     *,
@@ -60,40 +86,6 @@ def synth(
     ] = None,
     seed: Annotated[int, _own("Seed of the weights.", min=0)] = 0,
     force: Annotated[bool, _own("Replace an existing file.", None, "--force")] = False,
-    n_vocab: Annotated[
-        int | None,
-        _size("Tokens of the vocabulary.", "the vocabulary's, or the shape's", min=1),
-    ] = None,
-    n_layer: Annotated[int | None, _size("Layers.", _OF_SHAPE, min=1)] = None,
-    n_embd: Annotated[int | None, _size("Width of the model.", _OF_SHAPE, min=1)] = None,
-    n_head: Annotated[int | None, _size("Attention heads.", _OF_SHAPE, min=1)] = None,
-    n_kv_head: Annotated[int | None, _size("Heads of keys and values.", _OF_SHAPE, min=1)] = None,
-    n_ff: Annotated[
-        int | None,
-        _size("Width of a feed-forward layer, or of each expert.", _OF_SHAPE, min=1),
-    ] = None,
-    tied: Annotated[
-        bool | None,
-        _size(
-            "Use the weights of the embedding for the output, too (--tied), or separate ones.",
-            _OF_SHAPE,
-            "--tied/--untied",
-        ),
-    ] = None,
-    experts: Annotated[
-        int | None, _size("Experts of each layer; 0 for none.", _OF_SHAPE, min=0)
-    ] = None,
-    experts_used: Annotated[
-        int | None, _size("Experts that a token uses.", "2 of them", min=1)
-    ] = None,
-    window: Annotated[
-        int | None,
-        _size("Positions that layers with a sliding window see; 0 for none.", _OF_SHAPE, min=0),
-    ] = None,
-    full_every: Annotated[
-        int | None,
-        _size("With a window: every Nth layer sees the whole context.", "2", min=2),
-    ] = None,
 ) -> None:
     """Write a model with random weights: it answers nonsense at the speed of a real model.
 
@@ -106,43 +98,32 @@ def synth(
         raise ConfigError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     if is_dash(output):
         raise ConfigError("-: a model cannot be written to stdout: give a file")
-    if experts_used is not None and not experts:
+    if given["experts_used"] is not None and not given["experts"]:
         raise ConfigError("--experts-used needs experts: give --experts, too")
-    if full_every is not None and not (SHAPES[shape].n_window if window is None else window):
+    window = SHAPES[shape].n_window if given["window"] is None else given["window"]
+    if given["full_every"] is not None and not window:
         raise ConfigError("--full-every needs a sliding window: give --window, too")
     check_apart(output, filter(None, (vocab,)))
     check_new(output, force=force)
-    asked: dict[str, Any] = {
-        "type": type,
-        "n_vocab": n_vocab,
-        "n_layer": n_layer,
-        "n_head": n_head,
-        "n_kv_head": n_kv_head,
-        "n_ff": n_ff,
-        "tied": tied,
-        "n_expert": experts,
-        "n_expert_used": experts_used or 2 if experts else None,
-        "n_window": window,
-        "full_every": full_every,
-    }
-    given_sizes = {name: value for name, value in asked.items() if value is not None}
+    asked: dict[str, Any] = {} if type is None else {"type": type}
+    asked |= given.settings(SIZES)
+    if given["experts"]:
+        asked.setdefault("n_expert_used", 2)
     if mmproj is not None:
-        if names := [*given_sizes, *(["vocab"] if vocab else [])]:
+        width = check_int("n_embd", asked.pop("n_embd", SHAPES[shape].n_embd), 1, MAX_INT)
+        if names := [*asked, *(["vocab"] if vocab else [])]:
             raise ConfigError(f"a projector has no {', '.join(names)}: leave them out, or --mmproj")
         from cbatch.bench.synthetic_projector import write_projector
 
-        width = n_embd or SHAPES[shape].n_embd
         path = write_projector(output, width, kind=mmproj, seed=seed)
         say(
             f"{path}: {path.stat().st_size:,} bytes, {mmproj} for a model of width {width}, seed {seed}"
         )
         return
-    if n_embd is not None:
-        given_sizes["n_embd"] = n_embd
-    tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
+    tokenizer = None if vocab is None else take_tokenizer(vocab, given["n_vocab"])
     if tokenizer is not None:
-        given_sizes["n_vocab"] = tokenizer.n_tokens
-    sizes = replace(SHAPES[shape], **given_sizes)
+        asked["n_vocab"] = tokenizer.n_tokens
+    sizes = replace(SHAPES[shape], **asked)
     with ended_softly(), bar(of_bytes=True) as show:
         path = write_model(output, sizes, tokenizer=tokenizer, seed=seed, force=force, show=show)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")
