@@ -6,34 +6,28 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from types import ModuleType
 
 from cbatch.errors import ConfigError
 
 _FOLDER = "cbatch.bench.experiments"
-_TOOLS = ("step_costs", "simulate", "simulate_nodes")
-_NO_CASE = "sampler_bench"
-"""A module of the folder that has no `main`: `samplers` is its case."""
+_NO_CASES = ("fake_server", "rounds", "sampler_bench", "traffic")
+"""Modules of the folder that have no `main`."""
 
 
 def present() -> tuple[str, ...]:
-    """Return the cases that can run: without a checkout or a source distribution, the tools alone.
+    """Return the cases that can run: none without a checkout or a source distribution.
 
-    A case is a module that runs as `python -m cbatch.bench.experiments.NAME`, too; a tool as `cbatch.bench.NAME`.
+    A case is a module that runs as `python -m cbatch.bench.experiments.NAME`, too.
     """
     if find_spec(_FOLDER) is None:
-        return _TOOLS
+        return ()
     modules = iter_modules(import_module(_FOLDER).__path__)
-    return (*(module.name for module in modules if module.name != _NO_CASE), *_TOOLS)
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"{'cbatch.bench' if name in _TOOLS else _FOLDER}.{name}")
+    return tuple(module.name for module in modules if module.name not in _NO_CASES)
 
 
 def told(name: str) -> str:
     """Return one line on a case: the first sentence of its module, without the command."""
-    doc = _module(name).__doc__ or ""
+    doc = import_module(f"{_FOLDER}.{name}").__doc__ or ""
     return doc.partition("\n")[0].partition(": `python")[0].rstrip(".")
 
 
@@ -46,8 +40,8 @@ def run_case(name: str, words: Sequence[str]) -> None:
     if name not in (known := present()):
         raise ConfigError(
             f"unknown case {name!r}; known are {', '.join(known)}"
-            if len(known) > len(_TOOLS)
-            else f"case {name!r} is not in the installed package, which has {', '.join(known)}; others are in a "
-            "checkout of cbatch, see docs/understand/contributing.md"
+            if known
+            else f"case {name!r} is not in the installed package: cases are in a checkout of cbatch, see "
+            "docs/understand/contributing.md"
         )
-    _module(name).main(list(words))
+    import_module(f"{_FOLDER}.{name}").main(list(words))

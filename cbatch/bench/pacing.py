@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
-
-from cbatch.bench.traffic import poisson
 
 if TYPE_CHECKING:
     from cbatch.bench.measured import Chains, MeasuredAnswer, WorkRequest
@@ -35,7 +35,8 @@ class Pace:
     @classmethod
     def poisson(cls, rate: float, n: int, seed: int) -> Pace:
         """Return an open loop of `n` random arrivals, `rate` a second, the first at once."""
-        times = [arrival.at_s for arrival in poisson(rate, n, 1, 1, seed)]
+        chance = random.Random(seed)
+        times = [*accumulate(chance.expovariate(rate) for _ in range(n))]
         return cls(arrivals_s=tuple(at_s - times[0] for at_s in times))
 
 

@@ -628,8 +628,9 @@ def _listed() -> Iterator[str]:
     yield from (f"  {w.name:<22}{w.told} ({w.sizes})" for w in VECTOR_WORKLOADS.values())
     yield "sides (--sides; --llama-server PATH and --against URL add servers):"
     yield from (f"  {name:<22}{words}" for name, words in KINDS.items())
-    yield "cases (--case NAME MODEL -- WORDS):"
-    yield from (f"  {name:<22}{told(name)}" for name in present())
+    if cases := present():
+        yield "cases (--case NAME MODEL -- WORDS):"
+        yield from (f"  {name:<22}{told(name)}" for name in cases)
 
 
 def show_tables(

@@ -9,7 +9,6 @@ import pytest
 
 from cbatch.bench.measured import MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace, drive
-from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cbatch.bench.pacing import Now
@@ -72,8 +71,3 @@ def test_arrivals_come_by_chance_at_the_rate_and_again_for_the_same_seed() -> No
     assert first.arrivals_s[0] == 0.0
     assert list(first.arrivals_s) == sorted(first.arrivals_s)
     assert 2000 / first.arrivals_s[-1] == pytest.approx(50.0, rel=0.1)
-
-
-def test_no_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rate"):
-        Pace.poisson(0.0, 3, 1)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
-from cbatch.bench.step_costs import SMALL
+from cbatch.bench.experiments.step_costs import SMALL
 from cbatch.core.budget import SHORT_RUN_S, StepCosts
 from cbatch.core.span import PromptCuts
 from cbatch.runtime.output import result_of

@@ -17,7 +17,8 @@ from contextlib import closing
 from pathlib import Path
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.harness import parser, show
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.harness import show
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file

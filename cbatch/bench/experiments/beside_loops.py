@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.bench.harness import (
-    CHAIN,
-    FIRST_TOKEN,
-    busy_loops,
-    emit,
-    parser,
-    ratios,
-    take_turns,
-)
+from cbatch.bench.experiments.rounds import CHAIN, busy_loops, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.support.processes import command_of

@@ -17,7 +17,8 @@ from types import CodeType, FrameType
 
 import cbatch
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.harness import parser, show
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.harness import show
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 

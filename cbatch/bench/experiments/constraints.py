@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import median, parser, ratios, take_turns
+from cbatch.bench.harness import emit
 from cbatch.bench.workloads import RECORDS
 from cbatch.engine import Engine
 from cbatch.loading import load

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from cbatch.bench.harness import (
-    CHAIN,
-    FIRST_TOKEN,
-    emit,
-    in_model,
-    median,
-    parser,
-    ratios,
-    take_turns,
-)
+from cbatch.bench.experiments.rounds import CHAIN, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.errors import ConfigError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, median, parser, percentile, take_turns
+from cbatch.bench.experiments.rounds import median, parser, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit, percentile
 from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

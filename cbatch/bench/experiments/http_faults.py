@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.bench.experiments.http_load import CHAT, Heard, ask, get, request
-from cbatch.bench.harness import emit, median, parser
+from cbatch.bench.experiments.rounds import median, parser
+from cbatch.bench.harness import emit
 from cbatch.bench.server_process import Server, n_open_files, rss_mib, served
 
 _GOES_AT_ONCE = struct.pack("ii", 1, 0)

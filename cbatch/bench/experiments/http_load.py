@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cbatch.bench.harness import compare, emit, parser
+from cbatch.bench.experiments.rounds import compare, parser
+from cbatch.bench.harness import emit
 from cbatch.bench.server_process import served
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,8 @@ from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, median, parser, take_turns
+from cbatch.bench.experiments.rounds import median, parser, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cbatch.bench.harness import CHAIN, emit, median, parser
+from cbatch.bench.experiments.rounds import CHAIN, median, parser
+from cbatch.bench.harness import emit
 from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

@@ -11,7 +11,8 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan
 from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from cbatch.bench.experiments.prompt_scores import prompts_of
-from cbatch.bench.harness import CHAIN, emit, in_model, median, parser, take_turns
+from cbatch.bench.experiments.rounds import CHAIN, in_model, median, parser, take_turns
+from cbatch.bench.harness import emit
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.loading import load

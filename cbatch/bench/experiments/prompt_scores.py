@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
+from cbatch.bench.experiments.rounds import compare, in_model, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

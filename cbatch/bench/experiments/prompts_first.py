@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
+from cbatch.bench.experiments.rounds import compare, in_model, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt

@@ -15,9 +15,10 @@ from itertools import count, product
 from typing import Literal, get_args
 
 from cbatch.backend.fake import StepCost
-from cbatch.bench.fake_server import FakeServer
-from cbatch.bench.harness import emit, parser, percentile
-from cbatch.bench.traffic import Arrival
+from cbatch.bench.experiments.fake_server import FakeServer
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.experiments.traffic import Arrival
+from cbatch.bench.harness import emit, percentile
 from cbatch.core.driver import SequenceDriver
 from cbatch.engine_options import Policy, ScheduleOptions
 

@@ -13,7 +13,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import FIRST_TOKEN, beside, emit, median, parser, percentile
+from cbatch.bench.experiments.rounds import beside, median, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit, percentile
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 

@@ -14,7 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.bench.harness import emit, parser
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.harness import emit
 from cbatch.files.input.columnar import import_pyarrow
 from cbatch.integrations import ray as integration
 from cbatch.integrations.ray_cluster import import_ray

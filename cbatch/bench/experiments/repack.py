@@ -13,7 +13,8 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.bench.bare import BareLoop
-from cbatch.bench.harness import FIRST_TOKEN, compare, emit, parser
+from cbatch.bench.experiments.rounds import compare, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from cbatch.bench.harness import busy_loops, emit, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import busy_loops, median, parser, ratios, take_turns
+from cbatch.bench.harness import emit
 from cbatch.bench.model_text import model_text
 from cbatch.bench.side_process import options_of
 from cbatch.bench.workloads import read_requests

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import compare, emit, in_model, parser
+from cbatch.bench.experiments.rounds import compare, in_model, parser
+from cbatch.bench.harness import emit
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling

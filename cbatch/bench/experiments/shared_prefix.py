@@ -16,16 +16,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import (
-    CHAIN,
-    FIRST_TOKEN,
-    emit,
-    in_model,
-    median,
-    parser,
-    ratios,
-    take_turns,
-)
+from cbatch.bench.experiments.rounds import CHAIN, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import load

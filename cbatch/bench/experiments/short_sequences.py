@@ -11,7 +11,8 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
+from cbatch.bench.experiments.rounds import compare, in_model, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.bench.harness import CHAIN, beside, emit, parser, percentile
+from cbatch.bench.experiments.rounds import CHAIN, beside, parser
+from cbatch.bench.harness import emit, percentile
 from cbatch.bench.synthetic_vocabulary import words as english_words
 from cbatch.loading import load
 

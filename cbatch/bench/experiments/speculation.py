@@ -25,7 +25,8 @@ from functools import partial
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import beside, emit, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import beside, median, parser, ratios, take_turns
+from cbatch.bench.harness import emit
 from cbatch.bench.sides import llama_server
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load

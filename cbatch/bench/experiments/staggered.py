@@ -11,7 +11,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import emit, median, parser, ratios
+from cbatch.bench.experiments.rounds import median, parser, ratios
+from cbatch.bench.harness import emit
 from cbatch.bench.model_text import model_text
 from cbatch.bench.pacing import Pace
 from cbatch.bench.sides import BareSide, ProcessSide, SideError

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import emit, median, parser, percentile
+from cbatch.bench.experiments.rounds import median, parser
+from cbatch.bench.harness import emit, percentile
 from cbatch.errors import ConfigError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import CHAIN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.experiments.rounds import CHAIN, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import emit
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 
-from cbatch.bench.harness import compare, emit, parser
+from cbatch.bench.experiments.rounds import compare, parser
+from cbatch.bench.harness import emit
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.bench.harness import CHAIN, FIRST_TOKEN, emit, median, parser
+from cbatch.bench.experiments.rounds import CHAIN, median, parser
+from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt

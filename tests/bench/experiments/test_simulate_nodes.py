@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from cbatch.backend.fake import StepCost
-from cbatch.bench import simulate_nodes as script
-from cbatch.bench.simulate_nodes import Fleet, NodesReport, _NodesSimulation, simulate_nodes
+from cbatch.bench.experiments import simulate_nodes as script
+from cbatch.bench.experiments.simulate_nodes import (
+    Fleet,
+    NodesReport,
+    _NodesSimulation,
+    simulate_nodes,
+)
 from cbatch.errors import ConfigError
 
 A_SECOND = StepCost(base_s=1.0)

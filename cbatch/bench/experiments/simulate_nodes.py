@@ -1,6 +1,6 @@
-"""A job or a service on many nodes in virtual time: `python -m cbatch.bench.simulate_nodes --nodes 1 10 100`.
+"""A job or a service on many nodes in virtual time: `python -m cbatch.bench.experiments.simulate_nodes`.
 
-A node has slots and a queue; what its steps take comes from a table that `cbatch.bench.step_costs` measured. A job's
+A node has slots and a queue; what its steps take comes from a table that `step_costs` measured. A job's
 batches are there at once, and nodes fetch them as Ray Data's actors do. Requests of a service come at random, and are
 sent to a node as Ray Serve does. Not simulated: networks, storage, and nodes that share a machine.
 """
@@ -16,16 +16,17 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import emit, parser
-from cbatch.bench.simulate import Spread, line
-from cbatch.bench.step_costs import SMALL, StepTable
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.experiments.simulate import Spread, line
+from cbatch.bench.experiments.step_costs import SMALL, StepTable
+from cbatch.bench.harness import emit
 from cbatch.stats import Percentiles
 from cbatch.support.checks import check_float, check_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.bench.fake_server import Cost
+    from cbatch.bench.experiments.fake_server import Cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +340,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument(
         "--costs",
         type=Path,
-        help="output of cbatch.bench.step_costs (default: that of the model *small*)",
+        help="output of step_costs (default: that of the model *small*)",
     )
     asked.add_argument("--price", type=float, default=1.0, help="of one node for an hour")
     for f in fields(Fleet):

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from cbatch.bench.harness import compare, median, parser, percentile, ratios, take_turns
+from cbatch.bench.experiments.rounds import compare, median, parser, ratios, take_turns
+from cbatch.bench.harness import percentile
 
 
 def test_each_way_is_as_often_first_and_the_first_round_is_left_out() -> None:

@@ -1,7 +1,7 @@
-"""Traffic in virtual time: `python -m cbatch.bench.simulate --policy fcfs shortest --slots 16 32`.
+"""Traffic in virtual time: `python -m cbatch.bench.experiments.simulate --policy fcfs shortest --slots 16 32`.
 
 The scheduler that serves models is driven here on `FakeBackend` in virtual time. What a step takes comes from a table
-that `cbatch.bench.step_costs` measured, so policies, slots and budgets can be compared on millions of requests.
+that `step_costs` measured, so policies, slots and budgets can be compared on millions of requests.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.fake_server import FakeServer
-from cbatch.bench.harness import emit, parser
-from cbatch.bench.step_costs import SMALL, StepTable
-from cbatch.bench.traffic import Arrival, poisson, read_trace
+from cbatch.bench.experiments.fake_server import FakeServer
+from cbatch.bench.experiments.rounds import parser
+from cbatch.bench.experiments.step_costs import SMALL, StepTable
+from cbatch.bench.experiments.traffic import Arrival, poisson, read_trace
+from cbatch.bench.harness import emit
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions
 from cbatch.runtime.delivery import count_end
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
-    from cbatch.bench.fake_server import Cost
+    from cbatch.bench.experiments.fake_server import Cost
     from cbatch.core.driver import SequenceDriver
 
 _SCHEDULE = {
@@ -223,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--costs",
         type=Path,
-        help="output of cbatch.bench.step_costs (default: that of the model *small*)",
+        help="output of step_costs (default: that of the model *small*)",
     )
     add("--slots", type=int, nargs="+", default=[16], help="sequences at once")
     add("--policy", nargs="+", default=["fcfs"], help="queue policies to compare")

@@ -23,7 +23,7 @@ from cbatch.stats import EngineStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.bench.traffic import Arrival
+    from cbatch.bench.experiments.traffic import Arrival
     from cbatch.core.plan import KvCapabilities, StepResult
     from cbatch.engine_options import ScheduleOptions
 

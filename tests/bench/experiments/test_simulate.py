@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from cbatch.backend.fake import StepCost
-from cbatch.bench import simulate as script
-from cbatch.bench.simulate import Report, capacity, simulate
-from cbatch.bench.step_costs import SMALL
-from cbatch.bench.traffic import Arrival, poisson, read_trace
+from cbatch.bench.experiments import simulate as script
+from cbatch.bench.experiments.simulate import Report, capacity, simulate
+from cbatch.bench.experiments.step_costs import SMALL
+from cbatch.bench.experiments.traffic import Arrival, poisson, read_trace
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import Policy, ScheduleOptions

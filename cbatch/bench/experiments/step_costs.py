@@ -1,6 +1,6 @@
-"""What steps of a model take on a machine: `python -m cbatch.bench.step_costs MODEL > costs.json`.
+"""What steps of a model take on a machine: `python -m cbatch.bench.experiments.step_costs MODEL > costs.json`.
 
-The table is a cost for `FakeBackend`, and so for `cbatch.bench.simulate`: it knows the width of a step and the prompt
+The table is a cost for `FakeBackend`, and so for `simulate`: it knows the width of a step and the prompt
 tokens that join it. That steps grow slower as sequences grow longer is not in it.
 """
 
@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import emit, median, parser, take_turns
+from cbatch.bench.experiments.rounds import median, parser, take_turns
+from cbatch.bench.harness import emit
 from cbatch.engine_options import MAX_PARALLEL
 from cbatch.errors import ConfigError, words_of
 from cbatch.loading import load
@@ -141,7 +142,7 @@ SMALL = StepTable(
 )
 """The model *small* (12 layers, 768 wide, 151,936 tokens, q8_0) on 2 cores (x86-64, AVX-512).
 
-Source: `python -m cbatch.bench.step_costs small.gguf`, llama-cpp-python 0.3.36. Four rows cost nearly
+Source: `python -m cbatch.bench.experiments.step_costs small.gguf`, llama-cpp-python 0.3.36. Four rows cost nearly
 as much as eight.
 """
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.bench import step_costs
-from cbatch.bench.step_costs import SMALL, StepTable
+from cbatch.bench.experiments import step_costs
+from cbatch.bench.experiments.step_costs import SMALL, StepTable
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
