@@ -413,7 +413,7 @@ class PromptBudget:
         if n_rows and is_watched and are_few:
             if prefills[0].driver.pictures:
                 # encoding its pictures took longer than their rows will: large steps would hardly save time
-                n_most = self._n_within(n_rows, SHORT_RUN_S, start)
+                n_most = self._n_within(n_rows, self._short_s, start)
             else:
                 n_left = prefills[0].n
                 n_most = self._n_beside(n_rows, len(prefills), n_new, start, start + n_left)
@@ -430,7 +430,7 @@ class PromptBudget:
     def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
         """Return how many prompt tokens may join `n_rows` decoding rows by the options; None if they set no limit."""
         if self.itl_s is not None:
-            return self._n_within(n_rows, self.itl_s, start)
+            return self._n_within(n_rows, self.itl_s / self.costs.slower, start)
         return self._options.prefill_budget
 
     def beside_rows(self) -> dict[int, int]:
@@ -449,14 +449,23 @@ class PromptBudget:
             return sum(p.driver.reply.is_read for p in prefills)
         return len(prefills) if self._options.ttft == "first" else 0
 
+    @property
+    def _short_s(self) -> float:
+        """Computing time of a run that takes `SHORT_RUN_S` on a quiet machine.
+
+        If other programs make runs f times as long, this one computes √f times less and takes √f times longer: the
+        newcomer and those who read along share the loss.
+        """
+        return SHORT_RUN_S / math.sqrt(self.costs.slower)
+
     def _n_within(self, n_rows: int, seconds: float, start: int) -> int:
-        """Return how many prompt tokens keep a step within `seconds`, with what other programs take of them.
+        """Return how many prompt tokens keep a step within `seconds` of computing.
 
         At least one, but 0 while no step without prompt tokens was measured.
         """
         if not self.costs.has_decoded:
             return 0  # this step measures what decoding takes
-        n_tokens = self.costs.n_prompt_within(n_rows, seconds / self.costs.slower, start)
+        n_tokens = self.costs.n_prompt_within(n_rows, seconds, start)
         return N_FIRST if n_tokens is None else n_tokens
 
     def _n_beside(
@@ -468,7 +477,7 @@ class PromptBudget:
         take in relation to the rest of the step. The rest counts as long as decoding the rows now, or with the new
         sequences once their prompts are done, whichever takes longer. `n_all` is the length of the first prompt.
         """
-        n_short = self._n_within(n_rows, SHORT_RUN_S, start)
+        n_short = self._n_within(n_rows, self._short_s, start)
         fair = min(MOST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows)
         n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
         share = 1 / (1 + max(LEAST_OVER_ROWS, fair))
@@ -477,4 +486,4 @@ class PromptBudget:
         if n_all <= N_SHORT * n_most:
             return n_most
         long_s = (1 + max(LONG_OVER_ROWS, fair)) * self.costs.seen_s(n_rows)
-        return min(n_most, max(n_short, self._n_within(n_rows, long_s * self.costs.slower, start)))
+        return min(n_most, max(n_short, self._n_within(n_rows, long_s, start)))
