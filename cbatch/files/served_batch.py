@@ -98,7 +98,7 @@ class Question(Protocol):
 
 
 Check: TypeAlias = Callable[[], object]
-"""Called for each line; what it raises ends the work, which a later call does from there or anew."""
+"""Called for each line, also a blank one; what it raises ends the work, which a later call does from there or anew."""
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Question | ServedReply]
 """Returns what a body asks, or the answer that refuses it; must not raise."""
@@ -117,14 +117,16 @@ class Checked:
     """What a file of requests holds.
 
     Args:
-        n_items: lines that are not blank.
+        n_items: lines that are not blank, as far as the file was read.
         model: the name that all lines give; "" where they give none.
-        problems: of lines that are not requests, the first ones.
+        problems: of lines that are not requests.
+        n_last_read: the line after which no more was read, because there were more problems; None where all was read.
     """
 
     n_items: int
     model: str
     problems: Sequence[LineProblem]
+    n_last_read: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +139,13 @@ class BatchPlaces:
 
 
 def check_requests(
-    path: Path, url: str, *, n_problems: int, max_line_bytes: int, is_stopped: Callable[[], bool]
+    path: Path, url: str, *, n_problems: int, max_line_bytes: int, check: Check = bool
 ) -> Checked:
     """Return what a file of requests holds, without looking into bodies.
 
     Args:
         url: that every line must have.
-        n_problems: most problems to return.
-        is_stopped: tells whether to break off; what was found until then is returned.
+        n_problems: most problems to return, after which the rest of the file is not read.
 
     Raises:
         ConfigError: the file is none of lines, or not there.
@@ -152,18 +153,20 @@ def check_requests(
     """
     reader = _ServedReader(url, lambda body: _NOT_ASKED)
     problems: list[LineProblem] = []
-    n_items = 0
-    with closing(Seen()) as seen, closing(_RequestLines(path, reader, max_line_bytes)) as lines:
+    n_items, n_last_read = 0, None
+    opened = _RequestLines(path, reader, max_line_bytes, check)
+    with closing(Seen()) as seen, closing(opened) as lines:
         for item in lines:
-            if is_stopped():
-                break
             n_items += 1
             error = None if isinstance(item.extra, ServedReply) else item.error
             if seen.add(item_key(item), item.number, rival_key(item)) is not None:
                 error = error or _TWICE
-            if error is not None and len(problems) < n_problems:
+            if error is not None and len(problems) == n_problems:
+                n_last_read = _line_number(item)
+                break
+            if error is not None:
                 problems.append(LineProblem(_line_number(item), _for_clients(error)))
-    return Checked(n_items, reader.model, problems)
+    return Checked(n_items, reader.model, problems, n_last_read)
 
 
 _NOT_ASKED = ServedReply(0, {})
@@ -238,12 +241,25 @@ class _ServedEncoder(Encoder):
         return line_of(item, None, said, _digest(item).hex())
 
 
+class _CheckedFile(InputFile):
+    def __init__(self, path: str, max_line_bytes: int, check: Check) -> None:
+        super().__init__(path, max_line_bytes)
+        self._check = check
+
+    def lines(self) -> Iterator[bytes | LongLine]:
+        for line in super().lines():
+            self._check()
+            yield line
+
+
 class _RequestLines:
     n_items = None
     """Not needed here: the lines were counted before."""
 
-    def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
-        self._file = InputFile(str(path), max_line_bytes)
+    def __init__(
+        self, path: Path, reader: OpenAIReader, max_line_bytes: int, check: Check = bool
+    ) -> None:
+        self._file = _CheckedFile(str(path), max_line_bytes, check)
         if path.exists() and not self._file.is_regular:  # a pipe's end may never come
             raise FilesChangedError(f"{path}: is not a regular file")
         self._items = reader.items(self._file, 0)
@@ -370,9 +386,8 @@ class ServedBatch:
     def conclude(self, code: str, message: str, check: Check = bool) -> None:
         """Write for each line without an answer that it never ran. Raises as `run`."""
         error = ItemError(code, message)
-        with self._lines(lambda body: _NOT_ASKED) as lines, self._journal() as journal:
+        with self._lines(lambda body: _NOT_ASKED, check) as lines, self._journal() as journal:
             for n, item in enumerate(lines, 1):
-                check()
                 rival = rival_key(item)
                 claim = journal.claim(item_key(item), _digest(item), item.number, rival)
                 if claim in ("new", "duplicate"):
@@ -386,9 +401,9 @@ class ServedBatch:
     def _count(self, journal: Journal) -> None:
         self.n_done, self.n_failed = journal.n_done, journal.n_failed
 
-    def _lines(self, ask: Ask) -> closing[_RequestLines]:
+    def _lines(self, ask: Ask, check: Check = bool) -> closing[_RequestLines]:
         reader = _ServedReader(self.url, ask, has_one_model=self.has_one_model)
-        return closing(_RequestLines(self.places.requests, reader, self.max_line_bytes))
+        return closing(_RequestLines(self.places.requests, reader, self.max_line_bytes, check))
 
     def _journal(self) -> Journal:
         with _told_apart():

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,17 @@ from cbatch.server.batch_room import BatchRoom, ItemGate
 from cbatch.server.batch_store import BatchStore, Page, new_file_id
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
+from cbatch.server.time_slices import TimeSlices
 from cbatch.support.checks import MAX_KEY_LENGTH
 from cbatch.support.logs import Log
 from cbatch.support.thread_start import start, started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.engine import Engine
+    from cbatch.files.served_batch import Check
     from cbatch.response import BatchResult
     from cbatch.server.server_settings import ServerSettings
 
@@ -53,7 +56,7 @@ _N_UNFINISHED_MAX = 4096
 """Most batches that have not ended: each takes some kilobytes of memory."""
 
 _N_PROBLEMS = 100
-"""Most lines that a batch tells as wrong: our choice."""
+"""Most lines that a batch tells as wrong; the lines after them are not checked. Our choice."""
 
 CLOSE_S = 20.0
 """Seconds for lines that run to be given back at the end; a step of a large model may take some of them."""
@@ -100,8 +103,11 @@ class BatchLane:
     n_max: int
 
 
-READING = BatchLane(1, 2)
-"""Reading whole files, which keeps a core busy for seconds: our choice."""
+CHECKING = BatchLane(16, 32)
+"""Reading a whole file of requests, maybe for minutes of computing, in slices of time: our choice."""
+
+FINISHING = BatchLane(16, 32)
+"""Reading and writing whole files of answers, as `CHECKING`: our choice."""
 
 RUNNING = BatchLane(4, 32)
 """Running lines, maybe for days: our choice; a small batch need not wait for a large one before it."""
@@ -200,6 +206,7 @@ class Batches:
         self._entering = Counter[str]()
         """Batches that are being made, by owner."""
         self._turns = BatchTurns()
+        self._slices = {CHECKING: TimeSlices(), FINISHING: TimeSlices()}
         self._keeper: threading.Thread | None = None
         """Gives turns; begins with the first batch."""
         self.is_closed, self._closed = False, draining()
@@ -367,15 +374,14 @@ class Batches:
                     self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
 
     def _next(self) -> _BatchJob | None:
-        """Return the batch whose turn it is: an owner's oldest, but those to be checked come after all others."""
+        """Return the batch whose turn it is: an owner's oldest."""
         now_s = time.monotonic()
-        found: list[tuple[tuple[int, int], bool, int, _BatchJob]] = []
+        found: list[tuple[tuple[int, int], int, _BatchJob]] = []
         for age, job in enumerate(self._jobs.values()):
             lane, owner = self._lane_of(job), job.batch.kept_owner
             is_free = job.thread is None and job.rest_until <= now_s
             if is_free and self._turns.may_begin(lane, owner):
-                is_new = job.batch.status == "validating"
-                found.append((self._turns.rank(lane, owner), is_new, age, job))
+                found.append((self._turns.rank(lane, owner), age, job))
         return min(found)[-1] if found else None
 
     def _quiet_s(self) -> float:
@@ -389,8 +395,10 @@ class Batches:
     def _lane_of(self, job: _BatchJob) -> BatchLane:
         """Return the kind of work that is next; a batch whose time is over runs no more."""
         batch = job.batch
+        if batch.status == "validating":
+            return CHECKING
         may_run = batch.status == "in_progress" and job.is_counted
-        return RUNNING if may_run and self._clock() < batch.expires_at else READING
+        return RUNNING if may_run and self._clock() < batch.expires_at else FINISHING
 
     def _begin(self, job: _BatchJob) -> bool:
         """Give a batch a turn; False where the system has no more threads."""
@@ -445,14 +453,16 @@ class Batches:
             return
         if lane is RUNNING:
             self._run(job)
-        elif batch.status == "validating":
+        elif lane is CHECKING:
             self._check(job)
         elif batch.status == "in_progress" and not job.is_counted:
             run = self._served(batch, ItemGate(self._room))
-            run.recount()
+            with self._shared(FINISHING):
+                run.recount()
             batch.n_completed, batch.n_failed, job.is_counted = run.n_done, run.n_failed, True
         else:
-            self._finish(job)
+            with self._shared(FINISHING) as check:
+                self._finish(job, check)
 
     def _give_up(self, job: _BatchJob, error: Exception) -> float:
         """Fail a batch, which keeps what was answered; return the seconds until this is tried again."""
@@ -478,9 +488,10 @@ class Batches:
         """Make files of what a batch has answered; where that fails, its folder is moved aside."""
         try:
             run = self._served(batch, ItemGate(self._room))
-            run.salvage(self._check_open)
-            batch.n_completed, batch.n_failed = run.n_done, run.n_failed
-            self._publish(batch)
+            with self._shared(FINISHING) as check:
+                run.salvage(check)
+                batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+                self._publish(batch, check)
         except _ENDS_LATER:
             raise
         except Exception:
@@ -492,6 +503,17 @@ class Batches:
         if self.is_closed:
             raise _StoppedError
 
+    @contextmanager
+    def _shared(self, lane: BatchLane) -> Iterator[Check]:
+        """Wait for a slice of time; yield a function to be called often, which waits for more or ends the work."""
+        with self._slices[lane].share() as go_on:
+
+            def check() -> None:
+                self._check_open()
+                go_on()
+
+            yield check
+
     def _places(self, batch: StoredBatch) -> BatchPlaces:
         folder = self.store.folder_of(batch)
         names = ("requests.jsonl", "answers.jsonl", "errors.jsonl")
@@ -500,30 +522,37 @@ class Batches:
     def _check(self, job: _BatchJob) -> None:
         """Look through the requests; the batch fails where a line is none."""
         batch = job.batch
+
+        def go_on() -> None:
+            if batch.status == "cancelling":
+                raise _StoppedError
+            check()
+
         try:
-            found = check_requests(
-                self._places(batch).requests,
-                batch.endpoint,
-                n_problems=_N_PROBLEMS,
-                max_line_bytes=self._settings.body_limit.n_bytes,
-                is_stopped=lambda: self.is_closed or batch.status == "cancelling",
-            )
+            with self._shared(CHECKING) as check:
+                found = check_requests(
+                    self._places(batch).requests,
+                    batch.endpoint,
+                    n_problems=_N_PROBLEMS,
+                    max_line_bytes=self._settings.body_limit.n_bytes,
+                    check=go_on,
+                )
         except ConfigError as error:
             words = str(error).rpartition("requests.jsonl: ")[2]
             self._fail(job, [_problem("invalid_file", words)])
             return
-        self._check_open()
-        if batch.status == "cancelling":
-            return
-        batch.n_total, batch.model = found.n_items, found.model[:MAX_KEY_LENGTH] or None
+        problems = [{**asdict(p.error), "line": p.line} for p in found.problems]
+        if found.n_last_read is not None:
+            words = f"more than {_N_PROBLEMS} lines are wrong: no line after line {found.n_last_read} was checked"
+            problems.append(_problem("too_many_errors", words))
         if not found.n_items:
-            self._fail(job, [_problem("empty_file", "the file has no requests")])
-        elif found.problems:
-            self._fail(job, [{**asdict(p.error), "line": p.line} for p in found.problems])
-        else:
-            with self._changed:
-                if batch.status == "validating":
-                    self._move(job, "in_progress", "in_progress_at")
+            problems.append(_problem("empty_file", "the file has no requests"))
+        with self._changed:
+            if batch.status == "validating":  # else it was cancelled meanwhile
+                batch.n_total, batch.model = found.n_items, found.model[:MAX_KEY_LENGTH] or None
+                batch.errors = problems
+                status = "failed" if problems else "in_progress"
+                self._move(job, status, f"{status}_at")
 
     def _run(self, job: _BatchJob) -> None:
         """Run the requests that have no answer yet."""
@@ -602,24 +631,22 @@ class Batches:
             is_answer = result is not None and result.error is None
             self.n_items["completed" if is_answer else "failed"] += 1
 
-    def _finish(self, job: _BatchJob) -> None:
+    def _finish(self, job: _BatchJob, check: Check) -> None:
         """Make the files of a batch that runs no more, and end it; done again after a kill, it changes nothing."""
         self._finalize(job)
         batch = job.batch
         ending = "cancelled" if batch.status == "cancelling" else batch.kept_ending
         if batch.in_progress_at is not None and ending != "completed":
             run = job.run or self._served(batch, ItemGate(self._room))
-            run.conclude(*_NEVER_RAN[ending], self._check_open)
+            run.conclude(*_NEVER_RAN[ending], check)
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
             if batch.n_failed:
-                batch.kept_n_never_ran = n_never_ran_in(
-                    self._places(batch).errors, self._check_open
-                )
-        self._publish(batch)
+                batch.kept_n_never_ran = n_never_ran_in(self._places(batch).errors, check)
+        self._publish(batch, check)
         with self._changed:
             self._move(job, ending, f"{ending}_at")
 
-    def _publish(self, batch: StoredBatch) -> None:
+    def _publish(self, batch: StoredBatch, check: Check) -> None:
         """Make files of the answers and the errors that are there."""
         places = self._places(batch)
         made = [
@@ -630,7 +657,7 @@ class Batches:
             name = f"{kind}_file_id"
             setattr(batch, name, (getattr(batch, name) or new_file_id()) if n else None)
         is_told = batch.n_completed and not batch.is_of_messages
-        batch.usage = usage_of(places.answers, self._check_open) if is_told else None
+        batch.usage = usage_of(places.answers, check) if is_told else None
         with self._changed:
             self.store.save(batch)  # the ids are known before there are files
         for kind, n, path in made:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import Engine
+from cbatch.files.served_batch import check_requests
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from tests.no_threads import NoThreads
@@ -59,9 +60,10 @@ class Steps:
         assert self.begun == [*ids]
 
 
-def test_files_are_checked_one_after_the_other_and_owners_take_turns(
+def test_checks_are_begun_one_after_the_other_and_owners_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batches, "CHECKING", batches.BatchLane(1, 2))
     steps = Steps(monkeypatch, "_check")
     with kept_app(tmp_path, api_keys=KEYS) as app:
         ada = [asked(app, ADA).json()["id"] for _ in range(4)]
@@ -85,6 +87,7 @@ def test_files_are_checked_one_after_the_other_and_owners_take_turns(
 def test_cancelled_batch_need_not_wait_for_the_checks_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batches, "CHECKING", batches.BatchLane(1, 2))
     steps = Steps(monkeypatch, "_check")
     with kept_app(tmp_path) as app:
         first, second, third = (begun(app, ONE) for _ in range(3))
@@ -95,6 +98,68 @@ def test_cancelled_batch_need_not_wait_for_the_checks_of_others(
         steps.release()
         assert ended(app, second)["status"] == "completed"
     assert steps.begun == [first, second]
+
+
+class EndlessChecks:
+    """Makes checks of files with more than one line last until they are told to end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_over = False
+
+        def checked(path: Path, url: str, *, check: Any, **named: Any) -> Any:
+            while path.read_bytes().count(b"\n") > 1 and not self.is_over:
+                check()
+            return check_requests(path, url, check=check, **named)
+
+        monkeypatch.setattr(batches, "check_requests", checked)
+
+
+def test_small_batch_ends_while_large_files_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = EndlessChecks(monkeypatch)
+    with kept_app(tmp_path) as app:
+        large = [begun(app, lines(line("a"), line("b"))) for _ in range(3)]
+        assert ended(app, begun(app, ONE))["status"] == "completed"
+        assert [batch_of(app, id)["status"] for id in large] == ["validating"] * 3
+        call(app, f"/v1/batches/{large[0]}/cancel", method="POST")
+        batch = ended(app, large[0])
+        assert batch["status"] == "cancelled"
+        assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
+        checks.is_over = True
+        assert [ended(app, id)["status"] for id in large[1:]] == ["completed"] * 2
+
+
+def test_check_of_a_large_file_is_left_to_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = EndlessChecks(monkeypatch)
+    with kept_app(tmp_path) as app:
+        id = begun(app, lines(line("a"), line("b")))
+    checks.is_over = True
+    with kept_app(tmp_path) as app:
+        assert ended(app, id)["status"] == "completed"
+
+
+def test_check_is_asked_to_go_on_at_each_line_also_of_a_blank_one(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(b"\n" * 500)
+    n_asked: list[None] = []
+    found = check_requests(
+        tmp_path / "r", CHAT, n_problems=1, max_line_bytes=99, check=lambda: n_asked.append(None)
+    )
+    assert (found.n_items, len(n_asked)) == (0, 500)
+
+
+@pytest.mark.parametrize("n_lines", [100, 101, 5000])
+def test_file_is_read_no_further_after_too_many_problems(tmp_path: Path, n_lines: int) -> None:
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, b"1\n" * n_lines))
+    told = batch["errors"]["data"]
+    assert [error["line"] for error in told[:100]] == [*range(1, 101)]
+    assert batch["request_counts"]["total"] == min(n_lines, 101)
+    last = [(error["code"], error["message"]) for error in told[100:]]
+    words = "more than 100 lines are wrong: no line after line 101 was checked"
+    assert last == ([] if n_lines == 100 else [("too_many_errors", words)])
 
 
 def test_batches_of_one_owner_leave_others_a_turn_to_run(
