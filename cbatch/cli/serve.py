@@ -224,7 +224,7 @@ def serve(
         again = partial(create_app, **settings)
         renewal = Renewal(partial(local_model, given["model"]), load, again)
         front = Front(app, renewal, grace_s)
-        stack.enter_context(on_hangup(front.ask))
+        stack.enter_context(on_hangup(front.ask_again))
         where = str(uds) if uds else _url(host, address, is_secure=tls is not None)
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(

@@ -143,7 +143,11 @@ class Front:
     @property
     def state(self) -> State:
         """State of the last reload; `none` before the first one and after a success."""
-        return "loading" if self._is_asked else self._state
+        return "loading" if self._is_asked and not self._is_under_way else self._state
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._state in ("loading", "draining")
 
     @property
     def can_reload(self) -> bool:
@@ -151,15 +155,19 @@ class Front:
         return self._renewal is not None
 
     def ask(self) -> bool:
-        """Have the model reloaded; False while that is under way or the server ends. Also in a signal handler."""
-        if not self.can_reload or self._is_draining or self.state in ("loading", "draining"):
+        """Have the model reloaded; False while that is under way or the server ends."""
+        if self._is_asked or self._is_under_way:
             return False
-        self._is_asked = True
-        return True
+        return self.ask_again()
+
+    def ask_again(self) -> bool:
+        """Have the model reloaded, after a reload under way; False while the server ends. Also in a signal handler."""
+        self._is_asked = self.can_reload and not self._is_draining
+        return self._is_asked
 
     def look(self) -> None:
-        """Begin a reload that was asked for. In the event loop."""
-        if self._is_asked and self._renewal is not None:
+        """Begin a reload that was asked for, unless an earlier one is under way. In the event loop."""
+        if self._is_asked and not self._is_under_way and self._renewal is not None:
             self._state, self._is_asked = "loading", False
             self._task = asyncio.create_task(self._reload(self._renewal))
 

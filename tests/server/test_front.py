@@ -121,6 +121,29 @@ def test_old_call_ends_with_the_old_model() -> None:
         until_done(client)
 
 
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_hangups_amid_a_reload_are_followed_by_one_more(is_loading: bool) -> None:
+    models, backend = Models(), GatedBackend(2, 256, hold_at=1)
+    with served(models, backend) as server, server.client() as client:
+        asked = in_thread(lambda: httpx.post(server.url + CHAT, json=LONG, timeout=60))
+        backend.wait_until_held()
+        if is_loading:
+            models.may_load.clear()
+        client.post(LOAD)
+        phase = "loading" if is_loading else "draining"
+        wait_until(lambda: client.get("/health").json().get("reload") == phase)
+        front = server.app.state.desk.front
+        assert [front.ask_again() for _ in range(3)] == [True] * 3
+        assert client.get("/health").json()["reload"] == phase
+        assert client.post(LOAD).status_code == 409
+        models.may_load.set()
+        backend.release()
+        asked()
+        wait_until(lambda: len(models.loaded) == 2)
+        until_done(client)
+    assert len(models.loaded) == 2
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_old_call_that_outlasts_the_grace_is_told_why_it_ends(is_streamed: bool) -> None:
     models, backend = Models(), GatedBackend(2, 256, hold_at=1)
