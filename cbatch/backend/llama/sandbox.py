@@ -135,9 +135,11 @@ class Sandbox:
         if not self._is_ready:
             until_s = time.monotonic() + self._limits.wall_s
             first = _line([self._settings, asdict(self._limits)])
-            self._is_ready = _exchange(process, first, until_s) == _READY
+            said = _exchange(process, first, until_s)
+            self._is_ready = said == _READY
             if not self._is_ready:
-                self.problem = f"the process for {os.path.basename(self._job)} does not start"
+                words = f"the process for {os.path.basename(self._job)} does not start"
+                self.problem = ": ".join(filter(None, (words, said.decode().strip())))
         until_s = time.monotonic() + wall_s
         answer = _exchange(process, line, until_s) if self._is_ready else b""
         if not answer and time.monotonic() < until_s:
@@ -204,8 +206,14 @@ def _limit_memory(n_bytes: int) -> None:
     with suppress(ImportError):
         import resource
 
+        n_bytes = _within(resource.getrlimit(resource.RLIMIT_AS)[1], n_bytes)
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _within(hard: int, n: int) -> int:
+    """Return `n`, or a hard limit that is smaller: no process may raise its own. Below 0 there is none."""
+    return n if hard < 0 else min(n, hard)
 
 
 def _limit_time(cpu_s: int) -> None:
@@ -215,7 +223,8 @@ def _limit_time(cpu_s: int) -> None:
 
         used = resource.getrusage(resource.RUSAGE_SELF)
         soft = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (_within(hard, soft), hard))
 
 
 def _has_grown() -> bool:
@@ -245,8 +254,15 @@ def main() -> None:
     """Answer questions from stdin, one a line, by lines on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     job, (settings, limits) = sys.argv[1], json.loads(sys.stdin.buffer.readline())
-    _limit_memory(limits["n_bytes"])
-    answer, out = _answerer(job, settings), sys.stdout.buffer
+    out = sys.stdout.buffer
+    try:
+        _limit_memory(limits["n_bytes"])
+    except (OSError, ValueError, OverflowError) as error:
+        out.write(
+            f"its memory cannot be limited to {limits['n_bytes']:,} bytes: {error}\n".encode()
+        )
+        return
+    answer = _answerer(job, settings)
     out.write(_READY)
     out.flush()
     for line in sys.stdin.buffer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import select
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
-from cbatch.backend.llama.sandbox import NoAnswerError, Sandbox
+from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
 from cbatch.chat.answers import Answer
 from cbatch.chat.formats import answer_format
 from cbatch.errors import RequestFailedError
@@ -272,3 +273,41 @@ def test_chat_behind_an_interrupted_one_gets_its_own_text(monkeypatch: pytest.Mo
         assert template.render([{"role": "user", "content": "Say blue."}]) == "Say blue."
     finally:
         template.close()
+
+
+# ---- limits of the system ----
+
+_ECHO = "def begin(settings):\n    return lambda question: question\n"
+_UNDER = """
+import resource, sys
+from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
+kind = getattr(resource, sys.argv[2])
+resource.setrlimit(kind, (int(sys.argv[3]),) * 2)
+sandbox = Sandbox(sys.argv[1], None, Limits(cpu_s=60, wall_s=60.0, n_bytes=2**34))
+print(sandbox.ask("Hi"))
+sandbox.close()
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("kind", "limit"), [("RLIMIT_AS", 2**33), ("RLIMIT_CPU", 50)])
+def test_sandbox_keeps_to_a_smaller_limit_of_the_system(
+    tmp_path: Path, kind: str, limit: int
+) -> None:
+    (tmp_path / "echo.py").write_text(_ECHO)
+    told = subprocess.run(
+        [sys.executable, "-c", _UNDER, str(tmp_path / "echo.py"), kind, str(limit)],
+        capture_output=True,
+        text=True,
+    )
+    assert (told.stdout, told.stderr) == ("Hi\n", "")
+
+
+@pytest.mark.real
+def test_sandbox_whose_memory_cannot_be_limited_says_so(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(_ECHO)
+    limits = Limits(cpu_s=1, wall_s=60.0, n_bytes=2**70)  # more than the system can count
+    sandbox = Sandbox(str(tmp_path / "echo.py"), None, limits)
+    with pytest.raises(NoAnswerError):
+        sandbox.ask("Hi")
+    assert "its memory cannot be limited to 1,180,591,620,717,411,303,424 bytes" in sandbox.problem
