@@ -6,26 +6,28 @@ import base64
 import io
 import json
 import random
+import threading
 import wave
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 import cbatch
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import PATIENCE_S, GatedBackend
 from tests.server.browser import FOUND, Browser
 from tests.server.clients import fake_app, running, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from starlette.requests import Request
@@ -278,14 +280,55 @@ def test_chats_outlive_their_tab_until_they_are_deleted(browser: Browser) -> Non
 def test_chats_that_are_kept_are_few_and_short(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
         keep = (
-            "import('./page/kept.js').then((kept) => {{ for (let i = 0; i < {0}; i += 1) {{ kept.goOn(`c${{i}}`);"
-            " kept.keep([{{role: 'user', text: `${{i}}`.padEnd({1})}}]); }} }})"
+            "import('./page/kept.js').then((kept) => {{ for (let i = 0; i < {0}; i += 1) {{"
+            " kept.goOn({{id: `c${{i}}`}}); kept.keep([{{role: 'user', text: `${{i}}`.padEnd({1})}}]); }} }})"
         )
         tab.js(keep.format(25, 10))
         assert tab.js(f"{KEPT}.map(({{id}}) => id)") == [f"c{i}" for i in range(24, 4, -1)]
         tab.js(keep.format(5, 900_000))
         assert tab.js(f"{KEPT}.map(({{id}}) => id)")[:2] == ["c4", "c3"]
         assert tab.js("Object.values({...localStorage})[0].length") < 2_000_100
+
+
+_TWO_TABS = """Promise.all([import('./page/kept.js'), import('./page/kept.js?of-another-tab')]).then(([a, b]) => {
+  const turns = (...texts) => texts.map((text) => ({ role: 'user', text }));
+  const told = [];
+  const tell = () => told.push(a.all().map((chat) => chat.turns.map(({ text }) => text).join('')).sort().join(' '));
+  a.goOn(); a.keep(turns('x')); b.goOn(a.ownChat()); b.keep(turns('x')); tell();
+  a.keep(turns('x', 'a')); b.keep(turns('x', 'b')); a.keep(turns('x', 'a')); a.keep(turns('x', 'a', 'c')); tell();
+  for (const { id } of b.all()) b.remove(id);
+  a.keep(turns('x', 'a', 'c')); tell();
+  a.keep(turns('x', 'a', 'c', 'd')); tell();
+  return told;
+})"""
+
+
+def test_duplicated_tab_has_a_chat_of_its_own_and_deleted_ones_stay_away(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        tab.js("new Promise((done) => setTimeout(done, 400))")  # the page's own save
+        assert tab.js(_TWO_TABS) == ["x", "xac xb", "", "xacd"]
+
+
+def test_text_that_is_slow_to_show_is_shown_a_fifth_of_the_time(browser: Browser) -> None:
+    async def slowly() -> AsyncIterator[str]:
+        for _ in range(30):
+            yield f"data: {json.dumps(chunk({'content': 'a'}))}\n\n"
+            await anyio.sleep(0.03)
+        yield "data: [DONE]\n\n"
+        has_ended.set()
+
+    has_ended = threading.Event()
+    answer = StreamingResponse(slowly(), media_type="text/event-stream")
+    with scripted(browser, answer) as (_, tab):
+        tab.js(
+            "import('./page/markdown.js').then(({ MarkdownView: { prototype } }) => {"
+            " const [now, { update }] = [performance.now.bind(performance), prototype]; window.n_shown = 0;"
+            " performance.now = () => now() + 60000 * n_shown;"  # each time takes a minute
+            " prototype.update = function (text) { n_shown += 1; update.call(this, text); }; })"
+        )
+        ask(tab)
+        assert has_ended.wait(PATIENCE_S)
+        assert 1 <= tab.js("window.n_shown") < 12  # of 30 pieces
 
 
 def test_answers_side_by_side_and_the_chosen_one_goes_on(browser: Browser) -> None:

@@ -7,7 +7,7 @@ const KEY = `cbatch chats of ${api.base.pathname}`;
 const N_KEPT = 20;
 const N_CHARACTERS = 2_000_000; // of all: browsers keep five million or so a site
 
-let own = null; // the id of this tab's chat
+let own = {}; // this tab's chat: its id, and when and with how many turns it was kept last
 
 /** Return what is kept, the newest first. */
 export function all() {
@@ -31,18 +31,24 @@ function write(chats) {
   }
 }
 
-export const ownId = () => own;
+export const ownChat = () => own;
 
 /** Have this tab go on with a chat, or with a new one. */
-export function goOn(id = null) {
-  own = id;
+export function goOn(chat = {}) {
+  own = chat;
 }
 
-/** Keep this tab's chat. */
+/** Keep this tab's chat: as another one where another tab went on with it; if it was deleted, once it has new turns. */
 export function keep(turns) {
   if (!turns.length) return;
-  own ??= `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-  write([{ id: own, at: Date.now(), turns }, ...all().filter(({ id }) => id !== own)]);
+  const chats = all();
+  const found = chats.find(({ id }) => id === own.id);
+  if (own.id && !found && turns.length === own.n) return;
+  if (found && JSON.stringify(found.turns) === JSON.stringify(turns)) return;
+  const isOwn = own.id && (!found || found.at === own.at);
+  const id = isOwn ? own.id : `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  own = { id, at: Date.now(), n: turns.length };
+  write([{ id, at: own.at, turns }, ...chats.filter((chat) => chat.id !== id)]);
 }
 
 export function remove(id) {
@@ -79,7 +85,7 @@ export function setUp({ onopen, ondelete }) {
       {
         type: "button",
         class: "open-chat",
-        "aria-current": String(chat.id === own),
+        "aria-current": String(chat.id === own.id),
         onclick: () => {
           dialog.close();
           onopen(chat);
@@ -90,7 +96,7 @@ export function setUp({ onopen, ondelete }) {
     );
     const drop = () => {
       remove(chat.id);
-      if (chat.id === own) ondelete();
+      if (chat.id === own.id) ondelete();
       show();
     };
     return el("li", {}, open, iconButton("remove", `Delete ${titleOf(chat)}`, drop));

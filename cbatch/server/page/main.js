@@ -262,7 +262,7 @@ function saveNow() {
   kept.keep(turns);
   showChats();
   try {
-    sessionStorage.setItem(KEPT, JSON.stringify({ id: kept.ownId(), turns, settings: settings.saved() }));
+    sessionStorage.setItem(KEPT, JSON.stringify({ kept: kept.ownChat(), turns, settings: settings.saved() }));
   } catch {
     // too large, or storage is off: the chat is gone at a reload
   }
@@ -273,7 +273,7 @@ function restore() {
     const found = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
     settings.restore(found.settings ?? {});
     chat.restore(found.turns ?? []);
-    kept.goOn(found.id ?? null);
+    kept.goOn(found.kept ?? {});
   } catch {
     sessionStorage.removeItem(KEPT);
   }
@@ -284,10 +284,10 @@ function showChats() {
 }
 
 /** Show a chat that is kept, or begin a new one. */
-function openChat({ id = null, turns = [] } = {}) {
+function openChat({ id, at, turns = [] } = {}) {
   saveNow(); // what has just come
   chat.clear();
-  kept.goOn(id);
+  kept.goOn({ id, at, n: turns.length });
   chat.restore(turns);
   changed();
   byId("question").focus();
