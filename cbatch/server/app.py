@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cbatch.chat.vector_calls import EmbedCall, RerankCall, ScoreCall
-from cbatch.errors import CBatchError, NoThreadError
+from cbatch.errors import CBatchError, EngineClosedError, NoThreadError
 from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
@@ -79,7 +79,13 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
 
 @asynccontextmanager
 async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
-    """Watch the engine while the application runs; at its end, leave batches to the next server."""
+    """Watch the engine while the application runs; at its end, leave batches to the next server.
+
+    Raises an `EngineClosedError` where the engine has ended, or is that of the parent process: the host tells its user.
+    """
+    outage = desk.engine.outage
+    if outage is not None and outage.retry_s is None:
+        raise EngineClosedError(outage.cause)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep_asking, lambda: desk)
         try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from cbatch import Engine, load
 from cbatch.backend.fake import FakeBackend
+from cbatch.errors import EngineClosedError
 from cbatch.messages import BatchPrompt
 from cbatch.server import create_app
 from tests.no_threads import NoThreads
@@ -139,3 +141,19 @@ def test_lack_of_threads_is_told_and_passes(
     assert "retry-after" in answer.headers
     threads.is_over = True
     assert call(app, "/tokenize", asked).status_code == 200
+
+
+def test_application_does_not_start_over_the_engine_of_a_parent_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    with Engine(FakeBackend(2, 256)) as engine:
+        app = create_app(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: 1)
+            with pytest.raises(EngineClosedError, match="load another one after the fork"):
+                anyio.run(start)
+        anyio.run(start)
