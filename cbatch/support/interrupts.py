@@ -16,12 +16,25 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_NAMES = (
-    *("SIGHUP", "SIGQUIT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGBREAK"),
-    "SIGINT",
+_NOT_PROGRAMS = (
+    "SIGILL",
+    "SIGTRAP",
+    "SIGABRT",
+    "SIGBUS",
+    "SIGFPE",
+    "SIGSEGV",
+    "SIGSYS",
+    "SIGKILL",
+    "SIGSTOP",
 )
-_NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
-"""The signals that programs have handlers for."""
+_OTHERS = signal.valid_signals() - {
+    getattr(signal, name, None) for name in (*_NOT_PROGRAMS, "SIGINT")
+}
+_NUMBERS = (
+    *(int(n) for n in sorted(_OTHERS) if n < getattr(signal, "SIGRTMIN", math.inf)),
+    int(signal.SIGINT),
+)
+"""The signals that programs have handlers for: all but faults and real-time signals."""
 
 _LONGEST_WAIT_S = 1.0
 _LOOK_S = 0.05

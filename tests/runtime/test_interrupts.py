@@ -442,6 +442,36 @@ def struck_at_line(
     return has_struck
 
 
+@pytest.mark.parametrize("block", [Postponed, HeldBack])
+def test_exception_of_any_handler_is_raised_behind_the_block(block: type[Postponed]) -> None:
+    passed = list[signal.Signals]()
+
+    def handle(*_: object) -> None:
+        raise TimeoutError
+
+    def work(number: signal.Signals) -> None:
+        with block():
+            signal.raise_signal(number)
+            passed.append(number)
+
+    numbers = [
+        signal.SIGINT,
+        signal.SIGIO,
+        signal.SIGPIPE,
+        signal.SIGPROF,
+        signal.SIGVTALRM,
+        signal.SIGWINCH,
+    ]
+    for number in numbers:
+        before = signal.signal(number, handle)
+        try:
+            with pytest.raises(TimeoutError):
+                work(number)
+        finally:
+            signal.signal(number, before)
+    assert passed == numbers
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("block", [Postponed, HeldBack])
 def test_signal_at_any_line_of_a_block_leaves_no_handler_behind(
