@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,9 @@ from cbatch.support.plain import text_of
 
 MAX_REPLICAS = 64
 """Our choice: machines with several hundred cores have some eight NUMA nodes."""
+
+_LEAST_STACK = 256 * 1024
+"""Bytes of a thread's stack with which llama.cpp loads and computes; with 64 KiB it is a segmentation fault."""
 
 
 def load(
@@ -154,6 +158,11 @@ def _unloaded(
 
         open_there = partial(open_workers, n=n_replicas, n_sharing=n_of_memory)
         opener = partial(open_there, model, engine_options, look_ahead)
+    elif 0 < (n_stack := threading.stack_size()) < _LEAST_STACK:
+        raise ConfigError(
+            f"threading.stack_size() is {n_stack:,} bytes; loading a model needs at least {_LEAST_STACK:,}: set it to "
+            "that, or to 0 for the system's default"
+        )
     defaults = RunOptions.of(options)
     opener = partial(_open_checked, defaults, engine_options, opener)
     return Engine(options=defaults, opener=opener, model_name=model_name(model))

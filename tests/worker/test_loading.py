@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -95,3 +96,14 @@ def test_socket_without_a_worker_is_an_error_by_name(tmp_path: Path) -> None:
 def test_settings_for_a_worker_that_has_its_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="parallel"):
         connect("some.sock", parallel=3)
+
+
+def test_load_refuses_stacks_too_small_for_its_threads() -> None:
+    before = threading.stack_size(65536)
+    try:
+        with pytest.raises(
+            ConfigError, match="is 65,536 bytes; loading a model needs at least 262,144"
+        ):
+            cbatch.load()
+    finally:
+        threading.stack_size(before)
