@@ -19,7 +19,7 @@ from cbatch.worker import connection, wire
 from cbatch.worker.framing import FrameSink, read_frames
 from cbatch.worker.outbox import N_FRAME_BYTES, Outbox
 from tests.places import item, text_of
-from tests.runtime.backends import all_results
+from tests.runtime.backends import all_results, together
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
@@ -74,7 +74,11 @@ def test_large_result_comes_whole_in_short_frames(
 ) -> None:
     prompts = [item(text_of(300), "a", **options), item(text_of(9), "b", max_tokens=5, seed=1)]
     with Engine(backend()) as here, engine_over(backend()) as there:
-        ours, theirs = (all_results(e.run(prompts, streamed=streamed)) for e in (here, there))
+        found = []
+        for engine in (here, there):
+            with together(len(prompts)):
+                found.append(all_results(engine.run(prompts, streamed=streamed)))
+    ours, theirs = found
     is_equal = [*map(alone, theirs)] == [*map(alone, ours)]
     assert is_equal  # all that differs would be long
     assert max(sizes) < 2 * N_FRAME_BYTES
