@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,6 +200,26 @@ def test_file_that_is_cut_off_while_it_is_read_has_not_ended(
         items = iter(source)
         next(items)
         os.truncate(path, int(share * os.stat(path).st_size))
+        with pytest.raises(
+            ConfigError, match=r"was cut off or replaced while it was read: it had "
+        ):
+            list(items)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
+)
+def test_compressed_file_that_is_cut_off_between_its_streams_has_not_ended(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    streams = [compress(os.urandom(600_000).hex("\n", 60).encode() + b"\n") for _ in range(5)]
+    path = tmp_path / f"in.txt{suffix}"
+    path.write_bytes(b"".join(streams))
+    with open_source(path) as source:
+        items = iter(source)
+        next(items)
+        os.truncate(path, len(streams[0]) + len(streams[1]))
         with pytest.raises(
             ConfigError, match=r"was cut off or replaced while it was read: it had "
         ):

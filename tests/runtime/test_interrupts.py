@@ -642,3 +642,29 @@ def test_loop_returns_or_raises_what_its_coroutine_does() -> None:
     assert run_async(asyncio.sleep(0, 5)) == 5
     with pytest.raises(ValueError, match="no"):
         run_async(fail())
+
+
+@pytest.mark.real
+def test_ctrl_c_at_any_moment_of_tokenizing_keeps_no_lock_of_the_model(test_model: Path) -> None:
+    """Also amid `threading`'s own Python code. Before, one of some twenty kept a lock."""
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    drawn = random.Random(1)
+    before = signal.signal(signal.SIGALRM, strike)
+    with cbatch.loading.load(test_model, parallel=1, ctx_per_seq=256) as engine:
+        try:
+            for _ in range(400):
+                with suppress(KeyboardInterrupt):
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, drawn.uniform(1e-6, 6e-4))
+                        while True:
+                            engine.tokenize("abc")
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        wait = in_thread(lambda: engine.tokenize("abc"))
+        assert wait()
+        in_thread(engine.close)()

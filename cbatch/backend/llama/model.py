@@ -20,6 +20,7 @@ from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
 from cbatch.support.checks import readable
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -193,15 +194,18 @@ class LlamaModel:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the model from being freed during the block. From any thread; raises as `check_open`."""
-        with self._uses:
-            self.check_open()
-            self._n_uses += 1
+        is_counted = False
         try:
+            with HeldBack(), self._uses:
+                self.check_open()
+                self._n_uses += 1
+                is_counted = True
             yield
         finally:
-            with self._uses:
-                self._n_uses -= 1
-                self._uses.notify_all()
+            if is_counted:
+                with HeldBack(), self._uses:
+                    self._n_uses -= 1
+                    self._uses.notify_all()
 
     @property
     def architecture(self) -> str:

@@ -33,6 +33,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.support.checks import readable
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.picture_tokens import (
     N_ROWS_MAX,
     edges_of,
@@ -522,16 +523,19 @@ class Projector:
     def _in_use(self) -> Iterator[Any]:
         """Keep libmtmd's context, and the model, from being freed during the block."""
         with self._model.in_use():
-            with self._lock:
-                if self._ctx is None or self._is_stopped:
-                    raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
-                self._n_uses += 1
+            is_counted = False
             try:
+                with HeldBack(), self._lock:
+                    if self._ctx is None or self._is_stopped:
+                        raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
+                    self._n_uses += 1
+                    is_counted = True
                 yield self._ctx
             finally:
-                with self._lock:
-                    self._n_uses -= 1
-                    self._lock.notify_all()
+                if is_counted:
+                    with HeldBack(), self._lock:
+                        self._n_uses -= 1
+                        self._lock.notify_all()
 
     def stop(self) -> None:
         """End the encoding under way, where the processor encodes, and refuse all later ones. From any thread."""

@@ -18,6 +18,7 @@ from cbatch.errors import NoThreadError, PromptError
 from cbatch.media import marked_messages, medium_of
 from cbatch.pictures import NO_PROJECTOR
 from cbatch.sounds import NO_ENCODER
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ class LlamaVocab:
             n_room = -n
 
     def _write_tokens(self, *given: Any) -> int:
-        with self._model.in_use():
+        with HeldBack(), self._model.in_use():  # a handler that raises leaves no use of it counted
             return int(llama_cpp.llama_tokenize(self.pointer, *given))
 
     def _checked(self, tokens: list[int]) -> list[int]:

@@ -154,15 +154,18 @@ class InputFile:
         while self._ahead:
             yield self._ahead.popleft()
         yield from self._rest()
-        is_plain = self.n_bytes is not None and self._raw is self._text
-        if is_plain and self._n_bytes < (self.n_bytes or 0):  # missing lines were not removed
+        if self.n_bytes is None or self._raw is None:
+            return
+        # compressed data may have been cut off between two streams of it, and be whole
+        is_plain = self._raw is self._text
+        n_now = self._n_bytes if is_plain else os.fstat(self._raw.fileno()).st_size
+        if n_now < self.n_bytes:  # missing lines were not removed
             raise ConfigError(
                 f"{self.name}: was cut off or replaced while it was read: it had {self.n_bytes:,} bytes and now has "
-                f"{self._n_bytes:,}: run the same command again when it is complete"
+                f"{n_now:,}: run the same command again when it is complete"
             )
-        if (
-            is_plain and self._is_rewritten()
-        ):  # a line may be of one version in part, and in part of another
+        if is_plain and self._is_rewritten():
+            # a line may be of one version in part, and in part of another
             raise ConfigError(
                 f"{self.name}: was rewritten while it was read: run the same command again when it is complete"
             )
