@@ -7,7 +7,7 @@ const KEY = `cbatch chats of ${api.base.pathname}`;
 const N_KEPT = 20;
 const N_CHARACTERS = 2_000_000; // of all: browsers keep five million or so a site
 
-let own = {}; // this tab's chat: its id, and when and with how many turns it was kept last
+let own = {}; // this tab's chat: its id, the mark of its last keeping, and how many turns it had then
 
 /** Return what is kept, the newest first. */
 export function all() {
@@ -45,10 +45,11 @@ export function keep(turns) {
   const found = chats.find(({ id }) => id === own.id);
   if (own.id && !found && turns.length === own.n) return;
   if (found && JSON.stringify(found.turns) === JSON.stringify(turns)) return;
-  const isOwn = own.id && (!found || found.at === own.at);
-  const id = isOwn ? own.id : `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-  own = { id, at: Date.now(), n: turns.length };
-  write([{ id, at: own.at, turns }, ...chats.filter((chat) => chat.id !== id)]);
+  const isOwn = own.id && (!found || found.mark === own.mark);
+  const mark = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  const id = isOwn ? own.id : mark;
+  own = { id, mark, n: turns.length };
+  write([{ id, mark, at: Date.now(), turns }, ...chats.filter((chat) => chat.id !== id)]);
 }
 
 export function remove(id) {

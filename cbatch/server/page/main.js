@@ -284,10 +284,10 @@ function showChats() {
 }
 
 /** Show a chat that is kept, or begin a new one. */
-function openChat({ id, at, turns = [] } = {}) {
+function openChat({ id, mark, turns = [] } = {}) {
   saveNow(); // what has just come
   chat.clear();
-  kept.goOn({ id, at, n: turns.length });
+  kept.goOn({ id, mark, n: turns.length });
   chat.restore(turns);
   changed();
   byId("question").focus();
