@@ -183,7 +183,7 @@ def _against(a: argparse.Namespace, n: int) -> None:
     sizes: dict[str, Any] = {"parallel": n, "ctx_per_seq": 1024}
     kinds = {"off": [], **{kind: ["--spec-type", kind] for kind in a.spec_types.split(",") if kind}}
     if a.draft:
-        kinds["draft"] = ["-md", a.draft]
+        kinds["draft"] = ["--spec-type", "draft-simple", "-md", a.draft]
     options, drafting = EngineOptions(**sizes), {"draft": a.draft} if a.draft else {}
     with ExitStack() as stack:
         engine = stack.enter_context(load(a.model, **sizes, **drafting))
