@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -198,6 +198,36 @@ class HeldBack(Postponed):
                     super()._handle(number, frame)
                 self._struck.clear()
         self._raise()
+
+
+class Uses:
+    """Counts the uses of a thing that must not be freed amid one. From any thread.
+
+    An exception of a signal's handler leaves no use counted and no lock taken.
+    """
+
+    __slots__ = ("changed", "n")
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Guards the thing, and is notified at the end of each use."""
+        self.n = 0
+
+    @contextmanager
+    def one(self, check: Callable[[], object]) -> Iterator[None]:
+        """Use the thing in a block; first `check` is called with the lock, and may refuse by an exception."""
+        is_counted = False
+        try:
+            with HeldBack(), self.changed:
+                check()
+                self.n += 1
+                is_counted = True
+            yield
+        finally:
+            if is_counted:
+                with HeldBack(), self.changed:
+                    self.n -= 1
+                    self.changed.notify_all()
 
 
 class Latch:

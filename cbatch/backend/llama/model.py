@@ -20,7 +20,7 @@ from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
 from cbatch.support.checks import readable
-from cbatch.support.interrupts import HeldBack
+from cbatch.support.interrupts import Uses
 from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class LlamaModel:
         """The contexts that compute with the model."""
         self._amid: dict[int, list[Callable[[], object]]] = {}
         """What is to be done behind the graph amid which a thread is, by the thread."""
-        self._uses, self._n_uses = threading.Condition(), 0
+        self._uses = Uses()
         """Work in progress on the model outside a context; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
@@ -194,18 +194,8 @@ class LlamaModel:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the model from being freed during the block. From any thread; raises as `check_open`."""
-        is_counted = False
-        try:
-            with HeldBack(), self._uses:
-                self.check_open()
-                self._n_uses += 1
-                is_counted = True
+        with self._uses.one(self.check_open):
             yield
-        finally:
-            if is_counted:
-                with HeldBack(), self._uses:
-                    self._n_uses -= 1
-                    self._uses.notify_all()
 
     @property
     def architecture(self) -> str:
@@ -350,9 +340,9 @@ class LlamaModel:
 
     def close(self) -> None:
         """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
-        with self._uses:
+        with self._uses.changed:
             self._end = self._end or f"{self.name} is closed"
-            self._uses.wait_for(lambda: not self._n_uses)
+            self._uses.changed.wait_for(lambda: not self._uses.n)
             pointer, self._pointer = self._pointer, None
             self.vocab.close()
             if pointer is not None and self._owner is None:

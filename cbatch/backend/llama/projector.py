@@ -33,7 +33,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.support.checks import readable
-from cbatch.support.interrupts import HeldBack
+from cbatch.support.interrupts import Uses
 from cbatch.support.picture_tokens import (
     N_ROWS_MAX,
     edges_of,
@@ -207,7 +207,8 @@ class Projector:
         self._mtmd = _bindings()
         self._model, self.name, self._n_ubatch = model, path, n_ubatch
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
-        self._lock, self._n_uses = threading.Condition(), 0
+        self._uses = Uses()
+        self._lock = self._uses.changed
         """Guards all that is known; and how many calls of libmtmd are under way, for which `close` waits."""
         self._encoding, self._next = threading.Lock(), threading.Lock()
         """Held while libmtmd encodes, for its result is in the context; and by the one that waits for that."""
@@ -522,20 +523,12 @@ class Projector:
     @contextmanager
     def _in_use(self) -> Iterator[Any]:
         """Keep libmtmd's context, and the model, from being freed during the block."""
-        with self._model.in_use():
-            is_counted = False
-            try:
-                with HeldBack(), self._lock:
-                    if self._ctx is None or self._is_stopped:
-                        raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
-                    self._n_uses += 1
-                    is_counted = True
-                yield self._ctx
-            finally:
-                if is_counted:
-                    with HeldBack(), self._lock:
-                        self._n_uses -= 1
-                        self._lock.notify_all()
+        with self._model.in_use(), self._uses.one(self._check_open):
+            yield self._ctx
+
+    def _check_open(self) -> None:
+        if self._ctx is None or self._is_stopped:
+            raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
 
     def stop(self) -> None:
         """End the encoding under way, where the processor encodes, and refuse all later ones. From any thread."""
@@ -547,7 +540,7 @@ class Projector:
         """Free the projector. Twice is harmless."""
         self.stop()
         with self._lock:
-            self._lock.wait_for(lambda: not self._n_uses)
+            self._lock.wait_for(lambda: not self._uses.n)
             ctx, self._ctx = self._ctx, None
             if ctx:
                 self._mtmd.mtmd_free(ctx)
