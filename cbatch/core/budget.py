@@ -418,11 +418,11 @@ class PromptBudget:
                 n_left = prefills[0].n
                 n_most = self._n_beside(n_rows, len(prefills), n_new, start, start + n_left)
                 n_most = _even(n_left, n_most)
-        elif n_new and len(prefills) > 1:
+        elif (n_new or (is_watched and self._options.ttft != "any")) and len(prefills) > 1:
             share = 1 / (1 + MOST_OVER_ROWS)
-            n_known = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start)
-            # the first prompt is not cut, because that would make no first token earlier
-            n_most = max(n_first, n_known or N_FIRST)
+            n_most = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start) or N_FIRST
+            if n_new:  # the first prompt is not cut, because that would make no first token earlier
+                n_most = max(n_first, n_most)
         else:
             return None, None
         return n_most, (n_most + 1) // 2
