@@ -6,7 +6,8 @@ import io
 import json
 import lzma
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import output_format
 from cbatch.files.input.item import duplicate
-from cbatch.files.input.source import open_source
+from cbatch.files.input.source import Source, open_source
 from cbatch.files.output.target import encoder
 from tests.files.samples import error_of, read, write
 
@@ -204,6 +205,35 @@ def test_file_that_is_cut_off_while_it_is_read_has_not_ended(
             ConfigError, match=r"was cut off or replaced while it was read: it had "
         ):
             list(items)
+
+
+@contextmanager
+def stdin_of(path: Path, start: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+    with path.open() as stdin:
+        os.lseek(stdin.fileno(), start, os.SEEK_SET)
+        monkeypatch.setattr("sys.stdin", stdin)
+        with open_source("-", format="text") as source:
+            yield source
+
+
+@pytest.mark.parametrize("n_before", [0, 50])
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_file_that_stdin_comes_from_may_not_be_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_before: int, *, is_compressed: bool
+) -> None:
+    lines = os.urandom(600_000).hex("\n", 60).encode() + b"\n"
+    stream = gzip.compress(lines) if is_compressed else lines
+    path = tmp_path / "in"
+    path.write_bytes(b"x" * n_before + 3 * stream)
+    with stdin_of(path, n_before, monkeypatch) as source:
+        items = iter(source)
+        next(items)
+        os.truncate(path, n_before + len(stream))
+        with pytest.raises(ConfigError, match=f"it had {3 * len(stream):,} bytes and now has "):
+            list(items)
+    path.write_bytes(b"x" * n_before + 3 * stream)
+    with stdin_of(path, n_before, monkeypatch) as source:
+        assert len(list(source)) == 3 * lines.count(b"\n")
 
 
 @pytest.mark.parametrize(

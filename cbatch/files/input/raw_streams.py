@@ -88,6 +88,14 @@ class Pipe(io.RawIOBase):
         """Return True."""
         return True
 
+    def fileno(self) -> int:
+        """Return the descriptor that is read."""
+        return self._fd
+
+    def tell(self) -> int:
+        """Return the place of the next byte; OSError where this is no file."""
+        return os.lseek(self._fd, 0, os.SEEK_CUR) - len(self._ahead)
+
     def readinto(self, buffer: Any) -> int:
         """Read the bytes that are there, none after `stop`; wait where there are none."""
         if not self._ahead:

@@ -110,6 +110,9 @@ class InputFile:
         self._text: io.BufferedReader | None = None
         self._n_lines = self._n_bytes = self._crc = 0
         self._before: os.stat_result | None = None
+        """The status of a regular file when it was opened, also of one that stdin comes from."""
+        self._start = 0
+        """Where in the file the first byte was read."""
         self.is_regular = not is_dash(path) and os.path.isfile(path)
         self.n_bytes = os.path.getsize(path) if self.is_regular else None
 
@@ -119,8 +122,8 @@ class InputFile:
             return
         try:
             self._raw = open_raw(self.path, is_regular=self.is_regular)
+            self._before, self._start = _begun(self._raw)
             self._text = decompressed(self._raw, self.name)
-            self._before = os.fstat(self._raw.fileno()) if self.is_regular else None
         except OSError as error:
             self.close()
             raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
@@ -154,14 +157,15 @@ class InputFile:
         while self._ahead:
             yield self._ahead.popleft()
         yield from self._rest()
-        if self.n_bytes is None or self._raw is None:
+        if self._raw is None or self._before is None:
             return
+        n_due = self._before.st_size - self._start if self.n_bytes is None else self.n_bytes
         # compressed data may have been cut off between two streams of it, and be whole
         is_plain = self._raw is self._text
-        n_now = self._n_bytes if is_plain else os.fstat(self._raw.fileno()).st_size
-        if n_now < self.n_bytes:  # missing lines were not removed
+        n_now = self._n_bytes if is_plain else os.fstat(self._raw.fileno()).st_size - self._start
+        if n_now < n_due:  # missing lines were not removed
             raise ConfigError(
-                f"{self.name}: was cut off or replaced while it was read: it had {self.n_bytes:,} bytes and now has "
+                f"{self.name}: was cut off or replaced while it was read: it had {n_due:,} bytes and now has "
                 f"{n_now:,}: run the same command again when it is complete"
             )
         if is_plain and self._is_rewritten():
@@ -229,7 +233,7 @@ class InputFile:
         fd, found, start = self._raw.fileno(), 0, 0
         if os.fstat(fd).st_mtime_ns == self._before.st_mtime_ns:
             return False
-        while piece := os.pread(fd, min(BUFFER_BYTES, self._n_bytes - start), start):
+        while piece := os.pread(fd, min(BUFFER_BYTES, self._n_bytes - start), self._start + start):
             found, start = crc32(piece, found), start + len(piece)
         return (found, start) != (self._crc, self._n_bytes)
 
@@ -257,6 +261,15 @@ class InputFile:
         if isinstance(error, OSError) and error.strerror:
             return f"{self.name}: cannot be read further: {error.strerror}; {read}"
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
+
+
+def _begun(raw: io.BufferedReader) -> tuple[os.stat_result | None, int]:
+    """Return the status of a regular file that is opened, and the place of the next byte; None of what is none."""
+    try:
+        status, place = os.fstat(raw.fileno()), raw.raw.tell()
+    except (OSError, AttributeError):  # a stdin without a file descriptor
+        return None, 0
+    return (status if stat.S_ISREG(status.st_mode) else None), place
 
 
 def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> InputLineError:
