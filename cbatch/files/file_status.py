@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,6 +16,7 @@ from cbatch.files.file_formats import is_columnar
 from cbatch.files.input.item import Seen, item_key, rival_key
 from cbatch.files.input.row_prompts import MEDIA_COLUMNS
 from cbatch.files.input.source import open_source
+from cbatch.files.output.durable import is_locked
 from cbatch.files.output.identity import inputs_of
 from cbatch.files.output.journal import duplicate_key
 from cbatch.files.output.manifest import GONE, Manifest, files_of_manifest, record_key
@@ -90,7 +90,7 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
     home = manifest_at(place)
     if not home.is_file():
         raise ConfigError(f"{path}: there is no manifest beside it: no run has written to it")
-    is_running = _is_locked(real(place))
+    is_running = is_locked(real(place))
     with _copied(home, place) as manifest:
         n_lost = 0 if is_running else _forget_lost(manifest, real(place))
         n, n_failed, n_gone = (count or 0 for count in manifest.execute(_COUNT, GONE).fetchone())
@@ -167,12 +167,3 @@ def _stamp(home: Path) -> object:
     with suppress(FileNotFoundError), log.open("rb") as file:
         head = file.read(32)
     return status.st_size, status.st_mtime_ns, head
-
-
-def _is_locked(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError, OutputError
+from cbatch.files.file_status import status_of
 from cbatch.files.output import durable as disk
 from cbatch.files.output.journal import Journal, duplicate_key
 from cbatch.files.output.manifest import Manifest, record_key
@@ -375,12 +376,23 @@ except ValueError as error:
 
 
 @pytest.mark.real
-def test_second_journal_in_another_process_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_manifest_read", [False, True])
+def test_second_journal_in_another_process_is_refused(
+    tmp_path: Path, *, is_manifest_read: bool
+) -> None:
+    ids = [f"{i}" for i in range(400)]
     with open_journal(tmp_path) as journal:
-        write(journal, "a")
-        assert "another run is writing to it" in run_python(OPEN, tmp_path).stdout
+        for i, id in enumerate(ids):
+            write(journal, id, start=i + 1)
+            journal.commit()
+            if i % 100 == 50:
+                if (
+                    is_manifest_read
+                ):  # the locks of a process on a file end where it closes the file
+                    assert status_of(tmp_path / "out").n_done == i + 1
+                assert "another run is writing to it" in run_python(OPEN, tmp_path).stdout
     assert run_python(OPEN, tmp_path).stdout == ""
-    assert lines(tmp_path / "out") == ["a"]
+    assert lines(tmp_path / "out") == ids
 
 
 def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ def write_at(fd: int, data: bytes, start: int) -> None:
 def truncate(fd: int, size: int) -> None:
     """Cut off or extend a file."""
     os.ftruncate(fd, size)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a run has this output open."""
+    with suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def sync(fd: int) -> None:

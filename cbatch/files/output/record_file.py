@@ -278,10 +278,20 @@ def open_locked(path: Path, mode: int = disk.ANYBODY) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise ConfigError(
-            f"{path}: another run is writing to it: wait for its end, or give another file"
-        ) from error
+        raise _locked_error(path) from error
     return fd
+
+
+def check_unlocked(path: Path) -> None:
+    """Raise ConfigError where another run has the file open."""
+    if disk.is_locked(path):
+        raise _locked_error(path)
+
+
+def _locked_error(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: another run is writing to it: wait for its end, or give another file"
+    )
 
 
 def finish(manifest: Manifest, row: FileRow) -> None:

@@ -20,7 +20,7 @@ from cbatch.files.output.manifest import (
     manifest_of,
     remove_manifest,
 )
-from cbatch.files.output.record_file import fits, part_of
+from cbatch.files.output.record_file import check_unlocked, fits, part_of
 from cbatch.files.places import check_place, is_dash, is_stdout_at, real, status_of
 from cbatch.files.report.page import is_report
 from cbatch.files.report.trace import is_trace
@@ -64,6 +64,8 @@ def bring_manifest(name: Path) -> Path:
         OutputError: the disk is full.
     """
     output = real(name)
+    # before SQLite opens the manifest: a process loses SQLite's own lock where it closes the file, as `status_of` does
+    check_unlocked(output)
     home, left = manifest_of(output), manifest_at(name)
     if left != home:
         is_ours = False
