@@ -339,6 +339,35 @@ def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path) -> No
     assert sum(map(len, records(tmp_path).values())) == 200
 
 
+@pytest.mark.parametrize("ids", [[], ["a", "b"]])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_bytes_that_others_add_after_a_kill_are_not_lost(
+    tmp_path: Path, ids: list[str], *, is_late: bool
+) -> None:
+    killed = tmp_path / "killed"
+    with open_journal(tmp_path) as journal:
+        write(journal, *ids)
+        journal.commit()
+        shutil.copytree(tmp_path, killed)
+    for _ in range(2 if is_late else 1):
+        with (killed / "out").open("ab") as file:
+            file.write(b"mine\n" * 1000)
+        written_s = max(path.stat().st_mtime for path in killed.iterdir()) + (2 if is_late else 0)
+        os.utime(killed / "out", (written_s, written_s))
+        with open_journal(killed) as journal:
+            assert journal.n_done == len(ids)
+            assert lines(killed / "out") == ids
+            assert [note for note in journal.notes if "bytes after its last record" in note] == (
+                [*journal.notes] if is_late else []
+            )
+            shutil.copytree(killed, again := tmp_path / "again", dirs_exist_ok=True)
+        shutil.rmtree(killed)
+        shutil.move(again, killed)
+    aside = sorted(killed.glob("out.cut-off*"))
+    assert [path.name for path in aside] == (["out.cut-off", "out.cut-off1"] if is_late else [])
+    assert all(path.read_bytes() == b"mine\n" * 1000 for path in aside)
+
+
 def run_python(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, args)],

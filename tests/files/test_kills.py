@@ -74,7 +74,7 @@ def test_kill_before_every_step_leaves_what_can_go_on(tmp_path: Path, loss: Loss
     names = Counter[str]()
     for i_pass, expected in enumerate(undisturbed(tmp_path / "files")):
         names += kill_before_every_step(tmp_path / f"before-{i_pass}", loss, i_pass, expected)
-    assert set(names) == STEPS
+    assert set(names) == STEPS - {"truncate"}  # what a kill leaves is cut off, and nothing else
 
 
 N_FEW = 4

@@ -135,6 +135,9 @@ class Manifest:
         """
         self.path, self._output, self._home = path, output, home or path
         self.is_new = False
+        found = filter(None, map(status_of, files_of_manifest(path)))
+        self.written_ns = max((status.st_mtime_ns for status in found), default=0)
+        """When it was written to before it was opened."""
         with self._refused(), ExitStack() as stack:
             self._create()
             self._db = sqlite3.connect(

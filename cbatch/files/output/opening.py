@@ -84,7 +84,11 @@ class Outputs:
                         f"{file.path} is shorter than it was: {n_torn:,} of its items run again"
                     )
         for file in self.files:
-            file.repair()
+            if (aside := file.repair()) is not None:
+                self.notes.append(
+                    f"{file.path} had bytes after its last record that another program seems to have written: they are "
+                    f"in {aside.name} now"
+                )
             with told(file.path):
                 disk.sync_folder(file.path.parent)
 

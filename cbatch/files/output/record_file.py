@@ -14,6 +14,7 @@ import stat
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20
 _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
+
+_LATE_NS = 10**9
+"""Bytes of a run that was killed are written before the manifest, or at most so much later. Our choice."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
@@ -180,19 +184,39 @@ class RecordFile:
         found, header = os.pread(self._fd, _BUFFER, 0), self.row.header
         return not header.startswith(found[: len(header)]) or b"\n" in found[len(header) :]
 
-    def repair(self) -> None:
-        """Cut off bytes that are not committed, remove superseded records; without records, begin with the header."""
-        n_bytes, header = os.fstat(self._fd).st_size, self.row.header
+    def repair(self) -> Path | None:
+        """Cut off bytes that are not committed, remove superseded records; without records, begin with the header.
+
+        Returns:
+            A new file with the bytes that were cut off, if another program has written them; otherwise None.
+        """
+        status, header, aside = os.fstat(self._fd), self.row.header, None
         with told(self.path):
-            if self.row.size > len(header):
-                if n_bytes != self.row.size:
-                    disk.truncate(self._fd, self.row.size)
-            elif os.pread(self._fd, len(header) + 1, 0) != header:
-                disk.truncate(self._fd, 0)
+            begin = os.pread(self._fd, len(header), 0)
+            end = self.row.size if begin == header else 0
+            if status.st_size > end:
+                if status.st_mtime_ns > self._manifest.written_ns + _LATE_NS:
+                    aside = self._set_aside(end, status.st_size)
+                disk.truncate(self._fd, end)
+            if begin != header:
                 disk.write_at(self._fd, header, 0)
                 disk.sync(self._fd)
                 self.row.synced = len(header)
         self.compact()
+        return aside
+
+    def _set_aside(self, start: int, end: int) -> Path:
+        """Copy a part of the file to a new file; return that."""
+        path = next(path for path in _places_aside(self.path) if not path.exists())
+        part = part_of(path)
+        fd = disk.create(part)
+        try:
+            disk.take_access(fd, self.path)
+            write_all(fd, _pieces(self._fd, start, end - start))
+        finally:
+            os.close(fd)
+        disk.replace(part, path)
+        return path
 
     # ---- rewriting ----
 
@@ -381,6 +405,10 @@ def write_all(fd: int, pieces: Iterable[bytes]) -> None:
 def part_of(path: Path) -> Path:
     """Return the place of the next version of a file, by a name that nobody else gives to a file."""
     return path.with_name(f".{path.name}.cbatch-part")
+
+
+def _places_aside(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.name}.cut-off{n or ''}") for n in count())
 
 
 def check_file(path: Path) -> None:
