@@ -422,3 +422,27 @@ def test_file_of_errors_beside_parquet_is_refused_with_its_reason(tmp_path: Path
     source = write_requests(tmp_path / "in.jsonl", 1)
     with make_engine() as engine, pytest.raises(ConfigError, match="leave --errors out"):
         run_file(source, tmp_path / "o.parquet", engine=engine, errors=tmp_path / "e.jsonl")
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.arrow"])
+def test_columnar_output_that_somebody_changed_is_replaced_if_forced_only(
+    tmp_path: Path, name: str
+) -> None:
+    source, out = save(tmp_path / "in.parquet"), tmp_path / name
+    with make_engine() as engine:
+
+        def run(**more: Any) -> Any:
+            run_file(source, out, engine=engine, template="{review}", **more)
+            return load(out)
+
+        whole = run()
+        assert run() == whole
+        changed = whole.append_column("mine", pa.array([1] * len(whole)))
+        save(out, changed)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"{name}: was changed since cbatch wrote it: "):
+                run()
+        assert load(out) == changed
+        assert run(force=True) == whole
+        out.unlink()
+        assert run() == whole

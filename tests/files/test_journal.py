@@ -340,32 +340,35 @@ def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ids", [[], ["a", "b"]])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_bytes_that_others_add_after_a_kill_are_not_lost(
-    tmp_path: Path, ids: list[str], *, is_late: bool
-) -> None:
+def test_bytes_behind_the_records_of_a_killed_run_are_kept(tmp_path: Path, ids: list[str]) -> None:
     killed = tmp_path / "killed"
     with open_journal(tmp_path) as journal:
         write(journal, *ids)
         journal.commit()
         shutil.copytree(tmp_path, killed)
-    for _ in range(2 if is_late else 1):
+    added = [b"mine\n" * 1000, b"more"]
+    for more in added:
         with (killed / "out").open("ab") as file:
-            file.write(b"mine\n" * 1000)
-        written_s = max(path.stat().st_mtime for path in killed.iterdir()) + (2 if is_late else 0)
-        os.utime(killed / "out", (written_s, written_s))
+            file.write(more)
         with open_journal(killed) as journal:
-            assert journal.n_done == len(ids)
+            [note] = journal.notes
+            assert f"{killed / 'out'} had bytes after its last record" in note
             assert lines(killed / "out") == ids
-            assert [note for note in journal.notes if "bytes after its last record" in note] == (
-                [*journal.notes] if is_late else []
-            )
-            shutil.copytree(killed, again := tmp_path / "again", dirs_exist_ok=True)
+            shutil.copytree(killed, tmp_path / "again")
         shutil.rmtree(killed)
-        shutil.move(again, killed)
-    aside = sorted(killed.glob("out.cut-off*"))
-    assert [path.name for path in aside] == (["out.cut-off", "out.cut-off1"] if is_late else [])
-    assert all(path.read_bytes() == b"mine\n" * 1000 for path in aside)
+        (tmp_path / "again").rename(killed)
+    names = ["out.cut-off", "out.cut-off1"]
+    assert [(killed / name).read_bytes() for name in names] == added
+
+
+def test_part_of_the_header_is_not_kept(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    with open_journal(tmp_path):
+        shutil.copytree(tmp_path, killed)
+    os.truncate(killed / "out", 3)
+    with open_journal(killed) as journal:
+        assert journal.notes == ()
+    assert not [*killed.glob("*.cut-off")]
 
 
 def run_python(program: str, *args: object) -> subprocess.CompletedProcess[str]:

@@ -113,8 +113,12 @@ ORIGIN_NAMES = (_FIRST, _OTHERS, _ITEM)
 ERRORS = "errors so far"
 """A name in a manifest's settings: kinds and first message of the errors among its records, as JSON."""
 
+MADE = "output as written"
+"""A name in a manifest's settings: `mark_of` the columnar output that was made of the records last."""
+
 _PIPE = "a pipe"
 _N_SHOWN = 200
+_N_MARKED = 2**16
 
 _ANSWER = "SELECT digest FROM records WHERE key = ? AND NOT is_error"
 _ANY = "SELECT 1 FROM records WHERE key > ? AND key < ? AND NOT is_error LIMIT 1"
@@ -184,6 +188,16 @@ def _place(path: str, folder: Path) -> str:
     if is_dash(path) or not Path(path).is_file():
         return _PIPE
     return os.path.relpath(os.path.realpath(path), folder)
+
+
+def mark_of(path: Path) -> str:
+    """Return the size of a file, and a digest of its beginning and its end, which a later version hardly has."""
+    size, digest = path.stat().st_size, blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for start in (0, max(0, size - _N_MARKED)):
+            file.seek(start)
+            digest.update(file.read(_N_MARKED))
+    return f"{size} {digest.hexdigest()}"
 
 
 def inputs_of(settings: Mapping[str, str], folder: Path) -> list[str]:

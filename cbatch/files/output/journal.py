@@ -248,10 +248,7 @@ class Journal:
         """Keep a text about the errors among the records for later runs."""
         with self._lock:
             self.commit()
-            with self._manifest.transaction():
-                self._manifest.execute(
-                    "INSERT OR REPLACE INTO settings VALUES (?, ?)", ERRORS, text
-                )
+            self._manifest.note(ERRORS, text)
 
     def settle_unclaimed(self) -> tuple[int, int]:
         """Remove or set aside the records of items that this run has not claimed; return the number of each.

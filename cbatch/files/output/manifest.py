@@ -135,9 +135,6 @@ class Manifest:
         """
         self.path, self._output, self._home = path, output, home or path
         self.is_new = False
-        found = filter(None, map(status_of, files_of_manifest(path)))
-        self.written_ns = max((status.st_mtime_ns for status in found), default=0)
-        """When it was written to before it was opened."""
         with self._refused(), ExitStack() as stack:
             self._create()
             self._db = sqlite3.connect(
@@ -335,6 +332,11 @@ class Manifest:
         self.execute("DELETE FROM settings")
         rows = [(name, _stored(value)) for name, value in settings.items()]
         self.execute_many("INSERT INTO settings VALUES (?, ?)", rows)
+
+    def note(self, name: str, value: str) -> None:
+        """Replace one setting, and wait until that is on disk."""
+        with self.transaction(is_durable=True):
+            self.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", name, _stored(value))
 
     def files(self) -> dict[int, FileRow]:
         """Return the outputs by number."""

@@ -11,7 +11,13 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.json_requests import shown
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
-from cbatch.files.output.identity import ERRORS, ORIGIN_NAMES, InputIdentity
+from cbatch.files.output.identity import (
+    ERRORS,
+    MADE,
+    ORIGIN_NAMES,
+    InputIdentity,
+    mark_of,
+)
 from cbatch.files.output.manifest import (
     FileRow,
     LostError,
@@ -28,6 +34,9 @@ OUTPUT_FORMAT = "output format"
 
 _NOTHING = "nothing"
 
+_NO_SETTINGS = (*ORIGIN_NAMES, ERRORS, MADE)
+"""Names in a manifest's settings that may differ in the next run."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
@@ -41,6 +50,7 @@ class OutputSpec:
         origin: the input; None: not compared.
         header: the first bytes of both files.
         force: continue although settings differ; begin anew where that is impossible.
+        made: the columnar output, which is made of the records; None: there is none.
     """
 
     output: Path
@@ -49,6 +59,7 @@ class OutputSpec:
     origin: InputIdentity | None = None
     header: bytes = b""
     force: bool = False
+    made: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
@@ -86,8 +97,8 @@ class Outputs:
         for file in self.files:
             if (aside := file.repair()) is not None:
                 self.notes.append(
-                    f"{file.path} had bytes after its last record that another program seems to have written: they are "
-                    f"in {aside.name} now"
+                    f"{file.path} had bytes after its last record, of a killed run or of another program: they "
+                    f"are in {aside.name} now"
                 )
             with told(file.path):
                 disk.sync_folder(file.path.parent)
@@ -132,12 +143,25 @@ def open_outputs(spec: OutputSpec) -> Outputs:
 def _opened(spec: OutputSpec, manifest: Path, *notes: str) -> Outputs:
     outputs = Outputs(Manifest(manifest, spec.output), notes=list(notes))
     with _closed_on_error(outputs):
+        before = outputs.manifest.settings()
+        made = before.get(MADE, "")
+        _check_made(spec, made)
         outputs.open_files(_rows(outputs, spec), disk.mode_of(spec.output))
         with outputs.manifest.transaction():
-            errors = outputs.manifest.settings().get(ERRORS, "{}")
-            outputs.manifest.set_settings({**spec.noted(), ERRORS: errors})
+            kept = {ERRORS: before.get(ERRORS, "{}"), MADE: made}
+            outputs.manifest.set_settings({**spec.noted(), **kept})
         outputs.manifest.fold()
     return outputs
+
+
+def _check_made(spec: OutputSpec, mark: str) -> None:
+    """Raise ConfigError where another program has changed the columnar output."""
+    if not mark or spec.force or spec.made is None or not spec.made.is_file():
+        return
+    if mark_of(spec.made) != mark:
+        raise ConfigError(
+            f"{spec.made}: was changed since cbatch wrote it: move it, give another output, or replace it (--force)"
+        )
 
 
 @contextmanager
@@ -262,7 +286,7 @@ def _keeps_records(outputs: Outputs, known: Mapping[int, FileRow], spec: OutputS
 def _differences(
     manifest: Manifest, known: Mapping[int, FileRow], spec: OutputSpec
 ) -> Iterator[tuple[str, str]]:
-    before = {n: v for n, v in manifest.settings().items() if n not in (*ORIGIN_NAMES, ERRORS)}
+    before = {n: v for n, v in manifest.settings().items() if n not in _NO_SETTINGS}
     for name in sorted({*before, *spec.settings}):
         was, is_now = before.get(name, _NOTHING), spec.settings.get(name, _NOTHING)
         if was != is_now:

@@ -13,7 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,6 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20
 _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
-
-_LATE_NS = 10**9
-"""Bytes of a run that was killed are written before the manifest, or at most so much later. Our choice."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
@@ -79,7 +76,10 @@ class RecordFile:
         self._fd = open_locked(self.path, mode)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what of it is ours and not committed is cut off."""
+        if self._is_ahead:
+            with suppress(OSError):
+                disk.truncate(self._fd, self.row.size)
         os.close(self._fd)
 
     def count(self) -> Count:
@@ -185,18 +185,18 @@ class RecordFile:
         return not header.startswith(found[: len(header)]) or b"\n" in found[len(header) :]
 
     def repair(self) -> Path | None:
-        """Cut off bytes that are not committed, remove superseded records; without records, begin with the header.
+        """Move bytes that are not committed to another file, remove superseded records; put a missing header in.
 
         Returns:
-            A new file with the bytes that were cut off, if another program has written them; otherwise None.
+            The other file, if there were such bytes: a killed run has written them, or another program.
         """
-        status, header, aside = os.fstat(self._fd), self.row.header, None
+        n_bytes, header, aside = os.fstat(self._fd).st_size, self.row.header, None
         with told(self.path):
             begin = os.pread(self._fd, len(header), 0)
             end = self.row.size if begin == header else 0
-            if status.st_size > end:
-                if status.st_mtime_ns > self._manifest.written_ns + _LATE_NS:
-                    aside = self._set_aside(end, status.st_size)
+            if n_bytes > end:
+                if n_bytes > len(begin) or not header.startswith(begin):
+                    aside = self._set_aside(end, n_bytes)
                 disk.truncate(self._fd, end)
             if begin != header:
                 disk.write_at(self._fd, header, 0)

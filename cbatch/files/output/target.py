@@ -20,6 +20,7 @@ from cbatch.files.output.encoders import (
     TraceableEncoder,
     VectorColumns,
 )
+from cbatch.files.output.identity import MADE, mark_of
 from cbatch.files.output.journal import Claim, Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
@@ -148,7 +149,15 @@ class RunOutputs:
 
     def _journal(self, settings: Mapping[str, str], origin: InputIdentity) -> Journal:
         options, header = self._options, self.encoder.header()
-        spec = OutputSpec(self._records, settings, options.errors, origin, header, options.force)
+        spec = OutputSpec(
+            self._records,
+            settings,
+            options.errors,
+            origin,
+            header,
+            options.force,
+            self.path if self._is_columnar else None,
+        )
         try:
             return Journal(spec, retry_errors=options.retry_errors)
         except LostError:
@@ -176,7 +185,9 @@ class RunOutputs:
         if self._is_columnar:
             sort_in_place(self._records)
             with reopened(self._records) as outputs, closing(outputs.files[0].numbers()) as numbers:
+                outputs.manifest.note(MADE, "")
                 self.encoder.finish(self._records, self.path, n_items, numbers)
+                outputs.manifest.note(MADE, mark_of(self.path))
 
 
 def layout_of(
