@@ -76,8 +76,10 @@ class VectorEngine(Engine):
     judges = False
     n_embedding = N_EMBEDDING
 
-    def __init__(self, **can: bool) -> None:
-        super().__init__(FakeBackend(4, 256))
+    def __init__(self, adapters: tuple[str, ...] = (), **can: bool) -> None:
+        backend = FakeBackend(4, 256)
+        backend.adapters = adapters
+        super().__init__(backend)
         for name, value in can.items():
             setattr(self, name, value)
         self.may_go = threading.Event()

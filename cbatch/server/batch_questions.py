@@ -19,7 +19,6 @@ from cbatch.server.call import Call, fingerprint_of
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
-    absent,
     bad_request,
     problem_of,
     refused,
@@ -31,7 +30,7 @@ from cbatch.server.prompt_size import check_call, check_vectors
 from cbatch.server.request_fields import with_param
 from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.vector_endpoints import call_of as vector_call_of
-from cbatch.server.vector_endpoints import problem_at
+from cbatch.server.vector_endpoints import check_engine, problem_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -95,8 +94,7 @@ def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engi
         try:
             _check_numbers(body)
             call, _ = vector_call_of(kind, body, settings)
-            if why := call.lack(engine):
-                raise absent(why)
+            check_engine(call, engine)
             check_vectors(call, facts, n_window)
             return VectorQuestion(call, call.model or model, batch.endpoint)
         except (HttpProblemError, CBatchError) as error:

@@ -108,14 +108,24 @@ def _n_tokens(call: Any, engine: Engine) -> Iterator[int]:
 
 
 def _begun(call: VectorCall, engine: Engine) -> list[Any]:
-    if why := call.lack(engine):
-        raise absent(why)
+    check_engine(call, engine)
     try:
         return call.begun(engine)
     except UnsupportedTaskError:
         raise
     except ConfigError as error:
         raise _of_field(error, type(call)) from None
+
+
+def check_engine(call: VectorCall, engine: Engine) -> None:
+    """Refuse a call that the engine cannot answer."""
+    if why := call.lack(engine):
+        raise absent(why)
+    if call.model in engine.model_facts.adapters:
+        raise bad_request(
+            f"model {call.model!r} is an adapter, which has no effect on embeddings and scores: leave model out",
+            "model",
+        )
 
 
 def call_of(

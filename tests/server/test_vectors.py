@@ -56,6 +56,22 @@ def test_input_is_a_text_or_tokens_alone_or_in_a_list(said: Any) -> None:
     assert all((a == vector_of(b)).all() for a, b in zip(found, listed, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": "abc"}),
+        (RERANK, {"query": "a", "documents": ["b"]}),
+        (SCORE, {"text_1": "a", "text_2": "b"}),
+    ],
+)
+def test_adapter_that_would_change_nothing_is_refused(path: str, body: dict[str, Any]) -> None:
+    with vector_app(VectorEngine(adapters=("tuned",))) as app:
+        assert call(app, path, body).status_code == 200
+        error = error_of(call(app, path, {**body, "model": "tuned"}), 400)
+    assert error["param"] == "model"
+    assert "'tuned' is an adapter, which has no effect on embeddings and scores" in error["message"]
+
+
 def test_base64_has_the_same_numbers() -> None:
     with vector_app() as app:
         asked = {"input": "abc", "encoding_format": "base64", "dimensions": 4}
