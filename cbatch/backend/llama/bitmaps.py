@@ -19,6 +19,10 @@ N_PIXELS_MAX = 2**26
 """Most pixels of a picture. Our choice: large photographs have 50 millions; their pixels take 3 bytes each."""
 
 _N_SIDE_MAX = 2**15
+
+_N_READS_MAX = 2**18
+"""Most reads of a file, which Pillow does for each of its parts in Python. A GIF of 20 MiB needs 165,000. Our choice."""
+
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PHOTO_WITH_OTHERS = "MPO"
 """What Pillow calls a JPEG with more pictures behind the photograph, as cameras write them."""
@@ -75,12 +79,27 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
         return np.asarray(upright.convert("RGB"), dtype=np.uint8)
 
 
+class _CountedReads(io.BytesIO):
+    """A file that a decoder may read so many times only: millions of empty parts take it a minute."""
+
+    n_left = _N_READS_MAX
+
+    def read(self, n_bytes: int | None = -1, /) -> bytes:
+        """Return the next bytes. Raises a `PromptError` for a file of too many parts."""
+        self.n_left -= 1
+        if self.n_left < 0:
+            raise PromptError(
+                f"a picture's file has too many parts: it needs more than {_N_READS_MAX:,} reads: save it anew"
+            )
+        return super().read(n_bytes)
+
+
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
     """Have a picture's file open for the block; what goes wrong in it is a PromptError."""
     pil = pillow()
     try:
-        with pil.Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with pil.Image.open(_CountedReads(data), formats=_FORMATS) as image:
             width, height = image.size
             if width * height > N_PIXELS_MAX or max(image.size) > _N_SIDE_MAX:
                 raise PromptError(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -243,6 +244,24 @@ def test_size_of_a_png_is_told_without_decoding_it(
     spoiled = data[:at] + mark + data[at + len(mark) :]  # what it would be in pixels by chance
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
     assert size_of(spoiled) == (90, 60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_before", "part"),
+    [
+        ("JPEG", 2, b"\xff\xfe\0\2"),  # a comment
+        ("JPEG", 2, b"\xff"),
+        ("PNG", 33, b"\0\0\0\0teSt" + zlib.crc32(b"teSt").to_bytes(4, "big")),
+    ],
+)
+def test_file_of_too_many_empty_parts_is_refused(kind: str, n_before: int, part: bytes) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(file, kind)
+    begin, rest = file.getvalue()[:n_before], file.getvalue()[n_before:]
+    assert size_of(begin + 100 * part + rest) == (40, 40)
+    for read in (size_of, pixels_of):
+        with pytest.raises(PromptError, match="too many parts: it needs more than 262,144 reads"):
+            read(begin + 270_000 * part + rest)
 
 
 def test_data_url_has_words_in_any_case() -> None:
