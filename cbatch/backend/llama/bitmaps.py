@@ -21,7 +21,7 @@ N_PIXELS_MAX = 2**26
 _N_SIDE_MAX = 2**15
 
 _N_READS_MAX = 2**18
-"""Most reads of a file, which Pillow does for each of its parts in Python. A GIF of 20 MiB needs 165,000. Our choice."""
+"""Most reads of a file: Pillow reads each of its parts in Python. A GIF of 20 MiB needs 165,000. Our choice."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PHOTO_WITH_OTHERS = "MPO"
@@ -30,8 +30,8 @@ _PHOTO_WITH_OTHERS = "MPO"
 _PNG_TEXTS, _PNG_MARKS = (b"tEXt", b"zTXt", b"iTXt"), (b"exif", b"xmp")
 """Chunks of PNG files, and bytes of which one is in each such chunk that says how the camera was held."""
 
-_ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
-"""The tag of a file that says how the camera was held, and the least value for one held on its side. Source: Exif."""
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, range(5, 9)
+"""The tag of a file that says how the camera was held, and the values for one held on its side. Source: Exif."""
 
 
 def size_of(data: bytes) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def size_of(data: bytes) -> tuple[int, int]:
         # Pillow decodes a whole PNG to find what may stand behind its pixels
         may_be_turned = image.format != "PNG" or _is_said_in_png(data)
         orientation = image.getexif().get(_ORIENTATION, 1) if may_be_turned else 1
-        return (height, width) if orientation >= _FIRST_ON_ITS_SIDE else (width, height)
+        return (height, width) if orientation in _ON_ITS_SIDE else (width, height)
 
 
 def _is_said_in_png(data: bytes) -> bool:

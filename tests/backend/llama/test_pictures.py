@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import signal
+import struct
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +234,14 @@ def test_size_is_that_of_the_pixels(kind: str, orientation: int) -> None:
     Image.fromarray(picture(1)).save(file, kind, exif=exif)
     data = file.getvalue()
     assert size_of(data) == pixels_of(data).shape[1::-1]
+
+
+@pytest.mark.parametrize(("type", "value"), [(2, b"6\0\0\0"), (3, b"\t\0\0\0"), (3, b"\0\0\0\0")])
+def test_odd_orientation_is_none(type: int, value: bytes) -> None:
+    tag = struct.pack("<HHHI4s", 1, 0x0112, type, 1, value)
+    file = io.BytesIO()
+    Image.fromarray(picture(1)).save(file, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + tag + bytes(4))
+    assert size_of(file.getvalue()) == pixels_of(file.getvalue()).shape[1::-1] == (90, 60)
 
 
 @pytest.mark.parametrize("mark", [b"eXIf", b"exif", b"xmp"])
