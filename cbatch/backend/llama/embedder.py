@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.devices import computes_on_cpu
 from cbatch.backend.host_limits import host_most
 from cbatch.backend.llama.context import N_PAD, padded, set_computing
+from cbatch.backend.llama.elastic_threads import ElasticThreads
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.watch import VECTORS, GraphWatch
 from cbatch.backend.threads import teams
+from cbatch.core.plan import Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.errors import (
     DecodeError,
     EngineClosedError,
@@ -32,6 +38,7 @@ from cbatch.errors import (
     TextTooLongError,
     UnsupportedTaskError,
 )
+from cbatch.support.taken_cores import TakenCores, my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +113,13 @@ class LlamaEmbedder:
         self.n_shared = N_SHARED if is_shared else 0
         ends_early = self._is_causal and not self._takes_scores
         self._watch = GraphWatch(VECTORS if ends_early else None, has_turns=True)
+        self._elastic: ElasticThreads | None = None
+        """What takes fewer threads beside other programs; None where their number is fixed."""
+        is_fixed = options.n_threads is not None or options.exact or n_threads == 1
+        if not is_fixed and computes_on_cpu(options):
+            self._elastic = ElasticThreads(n_threads, n_taken=TakenCores(my_cores()).n_since)
+        self._turns_s = self._turns_cpu_s = 0.0
+        """Seconds, and CPU seconds of this thread, that turns of others took amid graphs."""
         self._ctx: Any = None
         self._n_room = 0
         """Tokens that the context has room for."""
@@ -146,7 +160,7 @@ class LlamaEmbedder:
             if self._n_threads > 1:
                 teams().join()
             try:
-                with self._watch.turns(take_turn):
+                with self._watch.turns(take_turn and partial(self._timed, take_turn)):
                     found = [*self._computed(self._needed(texts))]
             except BaseException:
                 self._free()  # what it holds is unknown
@@ -156,6 +170,14 @@ class LlamaEmbedder:
             if not all(vector is None or np.isfinite(vector).all() for vector in found):
                 self._free()  # without flash attention, NaN in its free cells would reach later texts
             return found
+
+    def _timed(self, take_turn: Callable[[], float]) -> float:
+        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+        try:
+            return take_turn()
+        finally:
+            self._turns_s += time.perf_counter() - begun_s
+            self._turns_cpu_s += time.thread_time() - begun_cpu_s
 
     def hurry(self) -> None:
         """Have a turn taken soon; see `cbatch.backend.Embedder`."""
@@ -365,7 +387,15 @@ class LlamaEmbedder:
         """
         batch = self._batch.filled(texts, starts, ids, has_outputs=has_outputs)
         run = llama_cpp.llama_encode if self._model.is_encoder else llama_cpp.llama_decode
-        code = int(run(self._ctx, batch))
+        if self._elastic is None:
+            code = int(run(self._ctx, batch))
+        else:
+            spans = [
+                Span(Slot(i), start, text, has_output=False)
+                for i, start, text in zip(ids, starts, texts, strict=True)
+            ]
+            compute = partial(self._run_with, partial(run, self._ctx, batch))
+            code = self._elastic.run(StepPlan((*spans,)), compute).code
         self._watch.check()
         if code:
             raise DecodeError(code)
@@ -375,6 +405,23 @@ class LlamaEmbedder:
         if not rows:
             return np.full((batch.n_tokens, self._n_out), np.nan, np.float32)
         return np.ctypeslib.as_array(rows, shape=(batch.n_tokens, self._n_out))
+
+    def _run_with(self, run: Callable[[], int], _: StepPlan, n_threads: int) -> StepResult:
+        """Run a graph with so many threads, and time it without the turns of others."""
+        llama_cpp.llama_set_n_threads(self._ctx, n_threads, n_threads)
+        self._turns_s = self._turns_cpu_s = 0.0
+        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+        code = int(run())
+        seconds = time.perf_counter() - begun_s - self._turns_s
+        busy_s = time.thread_time() - begun_cpu_s - self._turns_cpu_s
+        return StepResult(
+            [],
+            n_steps=int(not code),
+            code=code,
+            decode_s=seconds,
+            first_s=seconds,
+            waited_s=max(0.0, seconds - busy_s),
+        )
 
     def _scores(self, i: int) -> NDArray[np.float32] | None:
         found = llama_cpp.llama_get_embeddings_seq(self._ctx, i)

@@ -309,3 +309,33 @@ def test_borrowed_model_may_be_closed_amid_a_text(test_model: Path) -> None:
     with pytest.raises(EngineClosedError, match="closed under its engine"):
         embedder.compute([[5] * 3])
     backend.close()
+
+
+def test_fewer_threads_embed_while_others_have_the_cores(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the computing thread stands still: it waits all the time."""
+    asked: list[int] = []
+    real = llama_cpp.llama_set_n_threads
+
+    def set_threads(ctx: Any, n_threads: int, n_threads_batch: int) -> None:
+        asked.append(n_threads)
+        real(ctx, n_threads, n_threads_batch)
+
+    backend, _ = load_backend(models("bert"), EngineOptions())
+    backend.n_threads = 2
+    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", set_threads)
+    monkeypatch.setattr("cbatch.backend.llama.embedder.time.thread_time", lambda: 0.0)
+    with closing(backend), closing(backend.make_embedder("mean")) as embedder:
+        texts = texts_of(backend.vocab.n_vocab, 300)
+        before = embedder.compute(texts)
+        for _ in range(2_000):
+            after = embedder.compute(texts)
+            if asked[-1] < 2:
+                break
+        assert asked[0] == 2
+        assert asked[-1] == 1
+        assert lack(before, after) < N_LEAST
+        turns = iter(range(1, 9))
+        embedder.compute(texts, lambda: 0.0 * next(turns))
+        assert next(turns) > 1
