@@ -41,6 +41,9 @@ _ENCODER = json.JSONEncoder(separators=_COMPACT, allow_nan=False, default=listed
 _N_SMALL, _N_FEW = 2**16, 2**10
 """Bytes of a body, and quotes and lists in it, above which a thread parses it, and what else takes a millisecond."""
 
+_N_DISCARDED, _DISCARD_S = 2**26, 5.0
+"""Bytes of a body that is too large, and seconds, up to which it is read before the answer. Our choice."""
+
 N_PART = 2**14
 """Bytes of an answer's part, which takes a millisecond or so to make. Our choice."""
 
@@ -158,6 +161,7 @@ class Exchange:
             ClientGoneError: the client has left.
         """
         if self._n_told > limit.n_bytes:
+            await self._discard()
             raise _too_large(limit)
         n_bytes, has_more = 0, True
         while has_more:
@@ -170,9 +174,22 @@ class Exchange:
             data = message.get("body", b"")
             n_bytes += len(data)
             if n_bytes > limit.n_bytes:
+                await self._discard()
                 raise _too_large(limit)
             yield data
             has_more = message.get("more_body", False)
+
+    async def _discard(self) -> None:
+        """Read the rest of a body, if it is not too much: many clients read no answer before they have sent it."""
+        if b"expect" in self.headers or self._n_told > _N_DISCARDED:
+            return
+        n_bytes, has_more = 0, True
+        with anyio.move_on_after(_DISCARD_S):
+            while has_more and n_bytes <= _N_DISCARDED:
+                message = await self._receive()
+                _check_stays(message)
+                n_bytes += len(message.get("body", b""))
+                has_more = message.get("more_body", False)
 
     @property
     def _n_told(self) -> int:

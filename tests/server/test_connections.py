@@ -8,7 +8,8 @@ import os
 import re
 import resource
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -364,6 +365,21 @@ def test_client_hears_a_refusal_though_it_still_sends_its_body() -> None:
     with fake_app(api_keys="k") as app, running(app) as server, server.client() as client:
         assert client.post(CHAT, json=large).status_code == 401
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_client_that_sends_a_large_body_whole_hears_why_it_is_refused(*, is_chunked: bool) -> None:
+    body = json.dumps({**ASKED, "user": "x" * 2**25}).encode()
+    headers = {"content-type": "application/json"}
+    if is_chunked:
+        headers["transfer-encoding"] = "chunked"
+    said = iter([body[: 2**24], body[2**24 :]]) if is_chunked else body
+    with fake_app(max_body_mib=1) as app, running(app) as server:
+        client = HTTPConnection("127.0.0.1", httpx.URL(server.url).port)
+        with closing(client):
+            client.request("POST", CHAT, said, headers, encode_chunked=is_chunked)
+            assert client.getresponse().status == 413
 
 
 @pytest.mark.real
