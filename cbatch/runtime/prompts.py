@@ -239,8 +239,8 @@ def _failure(error: Exception) -> CBatchError:
 class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
-    What these show is encoded in a third one, so that a prompt whose pictures are known waits for no other; and what
-    takes long to decode in a fourth, as are short chats whose template takes long.
+    Chats whose template takes long go on in a third one. What prompts show is encoded in a fourth, so that a prompt
+    whose pictures are known waits for no other; and what takes long to decode in a fifth.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -252,8 +252,9 @@ class PromptLanes:
         self._ordered: set[SequenceDriver] = set()
         self._post: PostPrompts = _nowhere
         self._take: Callable[[SequenceDriver], object] = bool
-        self._short = _Lane("cbatch-prompts", self._find_short)
-        self._long = _Lane("cbatch-long-prompts", self._find)
+        self._short = _Lane("cbatch-prompts", self._find_briefly)
+        self._long = _Lane("cbatch-long-prompts", self._find_briefly)
+        self._late = _Lane("cbatch-late-chats", self._find)
         self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
         self._slow = _Lane("cbatch-slow-encoder", self._encode, is_nice=True)
 
@@ -293,7 +294,7 @@ class PromptLanes:
 
     @property
     def _lanes(self) -> Sequence[_Lane[Any]]:
-        return self._short, self._long, self._encoder, self._slow
+        return self._short, self._long, self._late, self._encoder, self._slow
 
     def close(self) -> None:
         """Finish the prompts under way, but not what is being encoded, and begin no others."""
@@ -301,7 +302,7 @@ class PromptLanes:
         for lane in self._lanes:
             lane.close()
 
-    def _find_short(self, drivers: Callable[[], SequenceDriver | None]) -> None:
+    def _find_briefly(self, drivers: Callable[[], SequenceDriver | None]) -> None:
         with brief():
             self._find(drivers)
 
@@ -316,7 +317,7 @@ class PromptLanes:
             try:
                 prompt = self._prompts.find(driver.request)
             except TakesLongError:
-                self._slow.put((driver, None))
+                self._late.put(driver)
                 continue
             if is_encoded(prompt):
                 found.append((driver, self._prompts.encoded(prompt)))

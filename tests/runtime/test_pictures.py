@@ -22,6 +22,7 @@ from cbatch.core.span import ANYWHERE, PromptCuts, Span
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
+from cbatch.support.moments import TakesLongError, is_brief
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
@@ -314,6 +315,64 @@ def test_picture_that_is_decoded_slowly_holds_up_no_other_picture() -> None:
             vocab.go.set()
         assert result.error is None
         assert [each.results()[0].error for each in slow] == [None] * 2
+
+
+class SlowChats(SlowEyes):
+    """Renders chats that say so only once their template is let go."""
+
+    def __init__(self, n_vocab: int) -> None:
+        super().__init__(n_vocab)
+        self.is_rendering, self.is_let_go = threading.Event(), threading.Event()
+
+    def render_text(self, messages: Any, *more: Any) -> str:
+        if SLOW in str(messages):
+            if is_brief():
+                raise TakesLongError
+            self.is_rendering.set()
+            assert self.is_let_go.wait(PATIENCE_S)
+        return super().render_text(messages, *more)
+
+
+SLOW = "slow template"
+
+
+@pytest.mark.parametrize("data", [b"new", b"huge!!"], ids=["encoded", "decoded"])
+def test_chat_whose_template_takes_long_waits_for_no_picture(data: bytes) -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowChats(backend.vocab.n_vocab)
+    vocab.is_let_go.set()
+    with Engine(backend) as engine:
+        seen = engine.run([shown(data)], options=SAME)
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            slow = engine.run([[{"role": "user", "content": SLOW}]], options=SAME)
+            [result] = slow.results(timeout=PATIENCE_S)
+        finally:
+            vocab.go.set()
+        assert result.error is None
+        assert seen.results()[0].error is None
+
+
+@pytest.mark.parametrize("text", ["", "a" * 40_000], ids=["picture", "long"])
+def test_slow_template_of_any_chat_holds_up_neither_picture_nor_long_text(text: str) -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowChats(backend.vocab.n_vocab)
+    content: list[dict[str, Any]] = [{"type": "text", "text": SLOW + text}]
+    if not text:
+        content.insert(0, {"type": "image", "image": b"known"})
+    with Engine(backend) as engine:
+        slow = engine.run([[{"role": "user", "content": content}]] * 2, options=SAME)
+        try:
+            assert vocab.is_rendering.wait(PATIENCE_S)
+            others: list[Any] = [shown(b"known"), "a" * 40_000]
+            asked = engine.run(others, options=SAME)
+            seen, long = asked.results(return_errors=True, timeout=PATIENCE_S)
+        finally:
+            vocab.is_let_go.set()
+        assert seen.error is None
+        assert isinstance(long.error, PromptTooLongError)
+        results = slow.results(return_errors=True)
+        assert all((result.error is None) is not bool(text) for result in results)
 
 
 class SlowEars(SlowEyes):

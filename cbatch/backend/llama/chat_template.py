@@ -37,7 +37,7 @@ _NO_TEMPLATE = (
 _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
 """Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
-_N_BRIEF, _N_LONG, _N_IDLE = 1, 4, 2
+_N_BRIEF, _N_LONG, _N_IDLE = 2, 4, 2
 """Most chats that are rendered at the same time, briefly and to the end, and most processes that stay. Our choice: each
 may have 1 GiB."""
 
