@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from cbatch.errors import CBatchError, PromptTooLongError, failure_of
-from cbatch.media import shown_messages
+from cbatch.media import is_medium, shown_messages
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.prompt_fit import N_WINDOWS, output_cap, set_prompt
 from cbatch.runtime.scoring import n_joined
@@ -19,7 +20,7 @@ from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 from cbatch.sounds import is_sound
 from cbatch.support.garbage import drop_frames
-from cbatch.support.moments import TakesLongError, brief
+from cbatch.support.moments import NobodyWaitsError, TakesLongError, brief, pausing
 from cbatch.support.picture_tokens import PictureTokens, edges_of
 from cbatch.support.prefix_index import n_common
 from cbatch.support.sound_length import told_samples
@@ -47,8 +48,8 @@ Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
 _Found: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError]"
 
-_ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None]"
-"""A sequence, and its prompt once that is tokenized."""
+_ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None, int]"
+"""A sequence, its prompt once that is tokenized, and about how many samples its pictures and sounds have."""
 
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
@@ -64,6 +65,15 @@ _N_LONG_SOUND = 2**21
 
 _N_LONG_SAMPLES = 2**23
 """Samples of all channels, by a sound's file, above which it is long: an MP3 file of that size has as many."""
+
+_MP3, _N_EACH = ("SUQz", "//"), 4
+"""How the base64 of MP3 files begins, and samples for each character of it; other formats have one at most, or say."""
+
+_N_UNKNOWN = 2**28
+"""Samples of a file that can be long, but does not say how long it is."""
+
+_N_PIECE = 2**19
+"""Samples that a picture, or a shorter sound, counts for: half a minute, which is encoded at once. Our choice."""
 
 _N_VALUE = 16
 """Characters that a value counts for that is not text."""
@@ -230,6 +240,12 @@ def is_slow(found: FoundPrompt | CBatchError) -> bool:
     return not isinstance(found, CBatchError) and getattr(found.tokens, "is_slow", False)
 
 
+def _check_waits(driver: SequenceDriver | None) -> None:
+    """Raise a `NobodyWaitsError` where a sequence has ended."""
+    if driver is not None and driver.finish_reason is not None:
+        raise NobodyWaitsError
+
+
 def _failure(error: Exception) -> CBatchError:
     if isinstance(error, CBatchError):
         drop_frames(error)  # they hold the file's bytes, and what was decoded of it
@@ -240,7 +256,11 @@ class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
     Chats whose template takes long go on in a third one. What prompts show is encoded in a fourth, so that a prompt
-    whose pictures are known waits for no other; and what takes long to decode in a fifth.
+    whose pictures are known waits for no other; and what takes long to decode in a fifth. Between the pieces that they
+    encode, these two do prompts first that have at most half as much: so what they hold is bounded, and one piece is
+    done for each such prompt.
+
+    Where a request ends, work for it is broken off at the end of a piece.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -270,8 +290,8 @@ class PromptLanes:
             self._ordered.add(driver)
             if not self.takes_long(driver):
                 self._short.put(driver)
-            elif _has_long_sound(driver.request.prompt):
-                self._slow.put((driver, None))
+            elif any(map(_is_long_sound, _sounds(driver.request.prompt))):
+                self._slow.put((driver, None, _n_samples(driver.request.prompt)))
             else:
                 self._long.put(driver)
 
@@ -310,33 +330,48 @@ class PromptLanes:
         """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
         found: list[_Found] = []
         until_s = monotonic() + _GATHER_S
-        while (driver := drivers()) is not None:
-            if driver.finish_reason is not None:
-                self._ordered.discard(driver)
-                continue
-            try:
-                prompt = self._prompts.find(driver.request)
-            except TakesLongError:
-                self._late.put(driver)
-                continue
-            if is_encoded(prompt):
-                found.append((driver, self._prompts.encoded(prompt)))
-            else:
-                (self._slow if is_slow(prompt) else self._encoder).put((driver, prompt))
-            if monotonic() >= until_s:
-                break
+        driver: SequenceDriver | None = None
+        with pausing(lambda: _check_waits(driver)):
+            while (driver := drivers()) is not None:
+                try:
+                    _check_waits(driver)
+                    prompt = self._prompts.find(driver.request)
+                except NobodyWaitsError:
+                    self._ordered.discard(driver)
+                    continue
+                except TakesLongError:
+                    self._late.put(driver)
+                    continue
+                if is_encoded(prompt):
+                    found.append((driver, self._prompts.encoded(prompt)))
+                else:
+                    lane = self._slow if is_slow(prompt) else self._encoder
+                    lane.put((driver, prompt, _n_samples(driver.request.prompt)))
+                if monotonic() >= until_s:
+                    break
         self._tell(found)
 
-    def _encode(self, waiting: Callable[[], _ToEncode | None]) -> None:
-        """Encode what the next prompt shows, tokenized or not yet, and have its tokens taken."""
-        if (found := waiting()) is None:
+    def _encode(
+        self,
+        waiting: Callable[[Callable[[_ToEncode], bool]], _ToEncode | None],
+        n_most: float = math.inf,
+    ) -> None:
+        """Encode what the first prompt shows of at most `n_most` samples, tokenized or not; have its tokens taken."""
+        if (found := waiting(lambda item: item[2] <= n_most)) is None:
             return
-        driver, prompt = found
-        if driver.finish_reason is not None:
+        driver, prompt, n_samples = found
+
+        def in_pauses() -> None:
+            _check_waits(driver)
+            self._encode(waiting, n_samples / 2)
+
+        try:
+            with pausing(in_pauses):
+                in_pauses()
+                prompt = self._prompts.encoded(prompt or self._prompts.find(driver.request))
+            self._tell([(driver, prompt)])
+        except NobodyWaitsError:
             self._ordered.discard(driver)
-        else:
-            prompt = prompt or self._prompts.find(driver.request)
-            self._tell([(driver, self._prompts.encoded(prompt))])
 
     def _tell(self, found: Sequence[_Found]) -> None:
         if found:
@@ -357,11 +392,11 @@ class _Lane(Generic[_Item]):
     def __init__(
         self,
         name: str,
-        work: Callable[[Callable[[], _Item | None]], object],
+        work: Callable[[Callable[..., _Item | None]], object],
         *,
         is_nice: bool = False,
     ) -> None:
-        """Make one; `work` is called for new items, with what returns the next of them, or None."""
+        """Make one; `work` is called for new items, with what returns the next of them that fits, or None."""
         self._thread = WorkThread(name, is_threaded=True, is_nice=is_nice)
         self._todo: deque[_Item] = deque()
         self._work, self._is_closed = work, False
@@ -382,8 +417,12 @@ class _Lane(Generic[_Item]):
         while self._todo and not self._is_closed:  # an interrupted `put` adds an item, but no work
             self._work(self._next)
 
-    def _next(self) -> _Item | None:
-        return self._todo.popleft() if self._todo and not self._is_closed else None
+    def _next(self, fits: Callable[[_Item], bool] = lambda _: True) -> _Item | None:
+        for i in range(0 if self._is_closed else len(self._todo)):
+            if fits(item := self._todo[i]):
+                del self._todo[i]  # other threads add items behind it
+                return item
+        return None
 
 
 def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
@@ -403,21 +442,33 @@ def _is_long(request: Request) -> bool:
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
 
 
-def _has_long_sound(prompt: BatchPrompt) -> bool:
-    """Whether a prompt has a sound that takes long to decode."""
-    return any(
-        is_sound(part) and _is_long_sound(part["input_audio"]["data"])
+def _sounds(prompt: BatchPrompt) -> list[str]:
+    """Return the base64 of each sound of a prompt, and "" for a picture."""
+    return [
+        part["input_audio"]["data"] if is_sound(part) else ""
         for message in (prompt.messages or ())
         if isinstance(message["content"], tuple)
         for part in message["content"]
-    )
+        if is_medium(part)
+    ]
 
 
 def _is_long_sound(data: str) -> bool:
-    if len(data) > _N_LONG_SOUND:
-        return True
-    n_samples = told_samples(data)
-    return n_samples is None or n_samples > _N_LONG_SAMPLES
+    return len(data) > _N_LONG_SOUND or _n_told(data) > _N_LONG_SAMPLES
+
+
+def _n_samples(prompt: BatchPrompt) -> int:
+    """Return about how many samples the pictures and sounds of a prompt have."""
+    return sum(max(_N_PIECE, _n_told(data)) for data in _sounds(prompt))
+
+
+def _n_told(data: str) -> int:
+    """Return how many samples of all channels a sound's file says it has, or may have by its size."""
+    if n_samples := told_samples(data):
+        return n_samples
+    if n_samples is None:
+        return _N_UNKNOWN
+    return len(data) * (_N_EACH if data.startswith(_MP3) else 1)
 
 
 def _is_large(value: object) -> bool:

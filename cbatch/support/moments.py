@@ -1,16 +1,21 @@
-"""Work that ends within a moment or is broken off, so that what waits behind it waits no longer."""
+"""Work that is broken off, or lets other work go first, so that what waits behind it waits no longer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_is_brief: ContextVar[bool] = ContextVar("cbatch.support.moments", default=False)
+_is_brief: ContextVar[bool] = ContextVar("is_brief", default=False)
+_in_pauses: ContextVar[Callable[[], object]] = ContextVar("in_pauses", default=bool)
 
 
 class TakesLongError(Exception):
     """Brief work was broken off: it takes longer than a moment, and is to be done where it holds up nobody."""
+
+
+class NobodyWaitsError(BaseException):
+    """Work was broken off in a pause: nobody waits for it. What translates a decoder's errors does not catch it."""
 
 
 def is_brief() -> bool:
@@ -26,3 +31,18 @@ def brief() -> Iterator[None]:
         yield
     finally:
         _is_brief.reset(before)
+
+
+def pause() -> None:
+    """Have done what this thread is to do between two pieces of long work; what that raises breaks the work off."""
+    _in_pauses.get()()
+
+
+@contextmanager
+def pausing(do: Callable[[], object]) -> Iterator[None]:
+    """Have `do` called between the pieces of long work in a block."""
+    before = _in_pauses.set(do)
+    try:
+        yield
+    finally:
+        _in_pauses.reset(before)

@@ -22,6 +22,7 @@ from cbatch.core.span import ANYWHERE, PromptCuts, Span
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
+from cbatch.support import moments
 from cbatch.support.moments import TakesLongError, is_brief
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
@@ -33,7 +34,7 @@ from cbatch.support.picture_tokens import (
     without_pictures,
 )
 from tests.profiles import examples
-from tests.runtime.backends import PATIENCE_S, parts_of
+from tests.runtime.backends import PATIENCE_S, in_thread, parts_of
 
 MEMORIES = (
     None,
@@ -409,6 +410,73 @@ def test_long_sound_that_is_counted_holds_up_neither_text_nor_picture(
         assert picture.error is None
         assert isinstance(text.error, PromptTooLongError)
         assert heard.results()[0].error is None
+
+
+class ManyPieces(SlowEyes):
+    """Counts or encodes long sounds in pieces: those whose text says so without end, before it is let go."""
+
+    def __init__(self, n_vocab: int, *, are_counted: bool = False) -> None:
+        super().__init__(n_vocab)
+        self.sound_refusal, self.are_counted = "", are_counted
+        self.begun: list[str] = []
+
+    def picture_tokens(self, *asked: Any) -> PictureTokens:
+        text = str(asked[0][0]["content"][-1]["text"])
+        if self.are_counted:
+            self._do(text)
+        tokens = FakeVocab.picture_tokens(self, *asked)
+        return PictureTokens(tokens, [FakePicture(is_encoded=False, is_slow=True, key=text)])
+
+    def encode(self, tokens: PictureTokens) -> None:
+        if not self.are_counted:
+            self._do(tokens.pictures[0].key)
+
+    def _do(self, text: str) -> None:
+        self.begun.append(text)
+        moments.pause()
+        while text == "endless" and not self.go.wait(0.001):
+            self.is_held.set()
+            moments.pause()
+
+
+def heard(text: str, audio: bytes = HOURS) -> list[dict[str, Any]]:
+    parts = [{"type": "audio", "audio": audio}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize("are_counted", [True, False], ids=["counted", "encoded"])
+def test_sound_that_nobody_waits_for_is_broken_off_between_pieces(*, are_counted: bool) -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = ManyPieces(backend.vocab.n_vocab, are_counted=are_counted)
+    engine = Engine(backend)
+    left = engine.run([heard("endless")], options=SAME)
+    assert vocab.is_held.wait(PATIENCE_S)
+    assert engine.cancel(left.ids[0])
+    [result] = engine.run([heard("next")], options=SAME).results(timeout=PATIENCE_S)
+    assert result.error is None
+    vocab.is_held.clear()
+    engine.run([heard("endless")], options=SAME)
+    assert vocab.is_held.wait(PATIENCE_S)
+    in_thread(engine.close)()
+    assert vocab.begun == ["endless", "next", "endless"]
+
+
+@pytest.mark.parametrize("are_counted", [True, False], ids=["counted", "encoded"])
+def test_sound_at_most_half_as_long_goes_first_between_pieces(*, are_counted: bool) -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = ManyPieces(backend.vocab.n_vocab, are_counted=are_counted)
+    with Engine(backend) as engine:
+        long = engine.run([heard("endless"), heard("as long")], options=SAME)
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            for text in ("a", "b"):
+                asked = heard(text, HOURS[:-4] + (2**22).to_bytes(4, "big"))
+                [result] = engine.run([asked], options=SAME).results(timeout=PATIENCE_S)
+                assert result.error is None
+            assert vocab.begun == ["endless", "a", "b"]
+        finally:
+            vocab.go.set()
+        assert [r.error for r in long.results()] == [None] * 2
 
 
 def test_cancelled_request_is_not_encoded_when_its_turn_comes() -> None:

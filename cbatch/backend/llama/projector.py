@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from cbatch.errors import (
     RequestFailedError,
     words_of,
 )
+from cbatch.support import moments
 from cbatch.support.checks import readable
 from cbatch.support.interrupts import Uses
 from cbatch.support.picture_tokens import (
@@ -119,8 +120,6 @@ class Picture:
     """Numbers of a row."""
     is_slow: bool = False
     """Whether decoding it takes long."""
-    encoding: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held while it is decoded and encoded."""
 
     @property
     def is_encoded(self) -> bool:
@@ -147,13 +146,12 @@ class Picture:
         values = data.view(np.float32).reshape(-1, self.n_embd)
         if not np.isfinite(values).all():
             raise ValueError("hold NaN or infinite numbers")
-        with self.encoding:
-            self.take(np.split(values, np.cumsum(n_rows)[:-1]))
+        for rows, part in zip(self.rows, np.split(values, np.cumsum(n_rows)[:-1]), strict=True):
+            rows.values = part
+        self.end()
 
-    def take(self, found: Sequence[NDArray[np.float32]]) -> None:
-        """Take the rows of each part; nothing is to be encoded then. Holding `encoding`."""
-        for rows, values in zip(self.rows, found, strict=True):
-            rows.values = values
+    def end(self) -> None:
+        """Drop the file: all rows are there."""
         self.medium = replace(self.medium, data=b"")
 
     @property
@@ -326,17 +324,18 @@ class Projector:
         return found
 
     def encode(self, pictures: Sequence[Picture]) -> None:
-        """Make the rows of those pictures and sounds that have none yet. From any thread.
+        """Make the rows of those pictures and sounds that have none yet, with pauses. From any thread.
+
+        Parts that were encoded before this was broken off, or meanwhile by another thread, are not encoded again.
 
         Raises:
             PromptError: a file cannot be decoded.
             RequestFailedError: llama.cpp could not encode it.
         """
         for picture in pictures:
+            medium = picture.medium  # which another thread may drop
             if not picture.is_encoded:
-                with picture.encoding:
-                    if not picture.is_encoded:
-                        self._encode(picture)
+                self._encode(picture, medium)
             with self._lock:
                 self._keep(picture)
 
@@ -449,6 +448,7 @@ class Projector:
         Raises:
             PromptError: the file is refused.
         """
+        moments.pause()
         if medium.is_sound:
             samples = samples_of(medium.data, self.audio_rate, are_samples=medium.are_samples)
             first = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -463,20 +463,24 @@ class Projector:
         size = f"a picture of {width:,} × {height:,} pixels"
         return _Bitmap(bitmap, size, width * height > _N_PIXELS_QUICK)
 
-    def _encode(self, picture: Picture) -> None:
-        with self._parts(self._bitmap(picture.medium, is_counted=False)) as chunks:
+    def _encode(self, picture: Picture, medium: Medium) -> None:
+        with self._parts(self._bitmap(medium, is_counted=False)) as chunks:
             media = [c for c in chunks if self._mtmd.mtmd_input_chunk_get_type(c) != _TEXT]
             if [self._n_rows(chunk) for chunk in media] != [rows.n for rows in picture.rows]:
                 raise RequestFailedError(
                     "llama.cpp encoded another number of rows of a picture than it announced"
                 )
-            found = [self._encode_chunk(chunk) for chunk in media]
-        picture.take(found)
-        self.n_encoded += 1
+            for rows, chunk in zip(picture.rows, media, strict=True):
+                moments.pause()
+                with self._in_turn():
+                    if rows.values is None:
+                        rows.values = self._encode_chunk(chunk)
+                        self.n_encoded += picture.is_encoded
+        picture.end()
 
     def _encode_chunk(self, chunk: Any) -> NDArray[np.float32]:
         mtmd = self._mtmd
-        with self._in_turn(), self._in_use() as ctx:
+        with self._in_use() as ctx:
             code = mtmd.mtmd_encode_chunk(ctx, chunk)
             end_team()
             if self._is_stopped:

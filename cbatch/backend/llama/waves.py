@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.errors import ConfigError, PromptError, words_of
+from cbatch.support import moments
 from cbatch.support.sound_length import told_samples
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _blocks(file: Any) -> Iterator[NDArray[np.float32]]:
     """Yield the samples of a file, all channels in one; refuse one that goes on, or ends before its header says."""
     n_read, n_told = 0, file.frames
     while len(block := file.read(_N_BLOCK, dtype="float32", always_2d=True)):
+        moments.pause()
         n_read += len(block)
         if n_read > n_told:  # libsndfile repeats a part of OGG whose pages are counted wrongly
             raise PromptError(

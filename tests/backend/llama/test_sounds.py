@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import closing
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +14,12 @@ import pytest
 import soundfile
 
 import cbatch
+from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.waves import samples_of
 from cbatch.bench.synthetic_projector import SOUND_KINDS, write_projector
 from cbatch.errors import ConfigError, PromptError
+from cbatch.media import Medium
+from cbatch.support.moments import NobodyWaitsError, pausing
 from tests.backend.llama.fuzz_media import SOUNDS, fuzz
 from tests.backend.llama.media import chat_with
 from tests.oracle.pictures import PlainSeer
@@ -189,6 +194,48 @@ def test_file_is_decoded_as_far_as_its_header_says(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(soundfile, "SoundFile", lambda _: EndlessFile())
     with pytest.raises(PromptError, match="its header says 1 samples, but it has more"):
         samples_of(b"OggS", RATE)
+
+
+@pytest.mark.parametrize("rate", [RATE, 22_050])
+def test_file_that_nobody_waits_for_is_decoded_no_further(rate: int) -> None:
+    pauses = count()
+
+    def leave() -> None:
+        if next(pauses) == 3:
+            raise NobodyWaitsError
+
+    with pytest.raises(NobodyWaitsError), pausing(leave):
+        samples_of(file_of(tone(0, 60, rate), rate), RATE)
+    assert next(pauses) == 4
+
+
+def test_sound_that_was_broken_off_or_held_up_has_the_bits_it_has_alone(
+    hearing: cbatch.Engine, projector: Path
+) -> None:
+    model, encoder = parts_of(hearing).backend.model, parts_of(hearing).backend.projector
+    media = [Medium(file_of(tone(s, n)), is_sound=True) for s, n in ((91, 95.0), (92, 31.0))]
+    with closing(Projector(model, str(projector), 2, n_ubatch=512)) as plain:
+        alone = [plain.picture(medium) for medium in media]
+        plain.encode(alone)
+    long, short = map(encoder.picture, media)
+    n_encoded = encoder.n_encoded
+
+    def turn() -> None:
+        if long.rows[0].values is not None and not short.is_encoded:
+            with pausing(bool):
+                encoder.encode([short])
+        if long.rows[1].values is not None:
+            raise NobodyWaitsError
+
+    with pytest.raises(NobodyWaitsError), pausing(turn):
+        encoder.encode([long])
+    assert [rows.values is None for rows in long.rows] == [False, False, True, True]
+    known = long.rows[1].values
+    encoder.encode([long])
+    assert long.rows[1].values is known
+    assert encoder.n_encoded == n_encoded + 2
+    for found, expected in zip((long, short), alone, strict=True):
+        assert (found.state() == expected.state()).all()
 
 
 def test_header_of_a_stream_has_no_length(hearing: cbatch.Engine) -> None:
