@@ -23,7 +23,7 @@ from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.kept_rows import KeptRows
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Parcel, refused
-from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
+from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize, without_delay
 from cbatch.runtime.sequences import UNNAMED, SequenceMaker, check_in_vocab, extended
 from cbatch.runtime.step_record import SlotState, StepRecord, slot_states
 from cbatch.runtime.validation import (
@@ -176,11 +176,12 @@ class LocalRuntime:
 
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing."""
-        return len(tokenize(self.backend.vocab, prompt, options))
+        return len(self.tokens_of(prompt, options))
 
     def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
         """Return a prompt's tokens; computes nothing."""
-        return tokenize(self.backend.vocab, prompt, options)
+        work = partial(tokenize, self.backend.vocab, prompt, options)
+        return without_delay(work, prompt, options)
 
     def token_lists_of(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text."""
@@ -188,9 +189,10 @@ class LocalRuntime:
 
     def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
         """Return a chat as the model sees it, or a raw prompt as it is."""
-        vocab = self.backend.vocab
         if prompt.messages is not None:
-            return vocab.render_text(shown_messages(prompt.messages), options.template_variables)
+            shown, variables = shown_messages(prompt.messages), options.template_variables
+            work = partial(self.backend.vocab.render_text, shown, variables)
+            return without_delay(work, prompt, options)
         if prompt.prompt is not None:
             return prompt.prompt
         return b"".join(self.pieces_of(prompt.tokens or ())).decode("utf-8", "replace")
@@ -210,7 +212,7 @@ class LocalRuntime:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
         self._check_generates()
         driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
-        self._prompts.tokenize(driver)
+        without_delay(partial(self._prompts.tokenize, driver), prompt, driver.request.options)
         if driver.error is not None:
             raise driver.error
         for want in to_compile(driver):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         def __call__(self, command: Callable[[], object], *, is_refused: bool) -> object:
             """Take a command; one for refused prompts is to be done soon. From any thread."""
 
+
+T = TypeVar("T")
 
 _Item = TypeVar("_Item")
 
@@ -298,7 +301,8 @@ class PromptLanes:
     def takes_long(self, driver: SequenceDriver) -> bool:
         """Whether a prompt takes long to become tokens, so that others should pass it."""
         if driver.takes_long is None:
-            driver.takes_long = self._is_threaded and _is_long(driver.request)
+            asked = driver.request
+            driver.takes_long = self._is_threaded and _is_long(asked.prompt, asked.options)
         return driver.takes_long
 
     def order_first(self, drivers: Iterable[SequenceDriver], n_waiting: int) -> None:
@@ -429,12 +433,19 @@ def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
     raise RuntimeError("internal error: PromptLanes was used before begin()")
 
 
-def _is_long(request: Request) -> bool:
+def without_delay(work: Callable[[], T], prompt: BatchPrompt, options: RunOptions) -> T:
+    """Return what `work` makes of a prompt; short chats pass those whose template takes long. From any thread."""
+    if not _is_long(prompt, options):
+        with suppress(TakesLongError), brief():
+            return work()
+    return work()
+
+
+def _is_long(prompt: BatchPrompt, options: RunOptions) -> bool:
     """Whether a prompt takes long to become tokens, or may: all of a chat counts, and what its template gets.
 
     A picture or a sound may: a small file can hold much.
     """
-    prompt, options = request.prompt, request.options
     if prompt.has_media:
         return True
     if prompt.messages is not None:

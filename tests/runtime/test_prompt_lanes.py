@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, get_args
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab
-from cbatch.engine import Engine, run_soon
+from cbatch.engine import Engine, checked_tokens, run_soon
 from cbatch.engine_options import Policy, ScheduleOptions
 from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
@@ -132,19 +133,26 @@ def test_chat_whose_template_is_slow_holds_up_no_submission() -> None:
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"thinking_budget": 2}], ids=["", "open"])
-def test_chats_whose_template_takes_long_hold_up_no_other_chat(options: dict[str, Any]) -> None:
-    backend = Speaker([65] * 8)
-    render, go = backend.vocab.render_text, threading.Event()
+def hold_slow_chats(backend: Speaker, go: threading.Event) -> threading.Semaphore:
+    """Have the template take long for chats that say "slow"; return what is released when one has begun."""
+    render, begun = backend.vocab.render_text, threading.Semaphore(0)
 
     def render_text(messages: Any, *more: Any) -> str:
         if messages[0]["content"] == "slow":
             if is_brief():
                 raise TakesLongError
+            begun.release()
             assert go.wait(PATIENCE_S)
         return render(messages, *more)
 
     backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    return begun
+
+
+@pytest.mark.parametrize("options", [{}, {"thinking_budget": 2}], ids=["", "open"])
+def test_chats_whose_template_takes_long_hold_up_no_other_chat(options: dict[str, Any]) -> None:
+    backend, go = Speaker([65] * 8), threading.Event()
+    hold_slow_chats(backend, go)
     with Engine(backend) as engine:
         slow = engine.run([BatchPrompt([{"role": "user", "content": "slow"}])] * 12, options=SHORT)
         other = engine.run([CHAT] * 3, options={**SHORT, **options})
@@ -152,6 +160,36 @@ def test_chats_whose_template_takes_long_hold_up_no_other_chat(options: dict[str
         assert slow.n_open == 12
         go.set()
         assert [len(r.token_ids) for r in slow.results()] == [3] * 12
+
+
+def checked(engine: Engine, prompt: BatchPrompt) -> int:
+    """Ask as a server does before a request waits."""
+    return checked_tokens(engine, prompt, RunOptions())
+
+
+@pytest.mark.parametrize("ask", [Engine.render, Engine.tokenize, Engine.count_tokens, checked])
+def test_questions_about_chats_are_brief_first(ask: Callable[[Engine, BatchPrompt], Any]) -> None:
+    """So those whose template takes long hold up no other: see tests/backend/llama/test_chat.py."""
+    backend, go = Speaker([65] * 8), threading.Event()
+    begun, asked = hold_slow_chats(backend, go), list[bool]()
+    render = backend.vocab.render_text
+
+    def render_text(*given: Any) -> str:
+        asked.append(is_brief())
+        return render(*given)
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    with Engine(backend) as engine:
+        slow = in_thread(lambda: ask(engine, BatchPrompt([{"role": "user", "content": "slow"}])))
+        assert begun.acquire(timeout=PATIENCE_S)
+        assert asked == [True, False]
+        assert ask(engine, CHAT)
+        assert asked == [True, False, True]
+        with suppress(PromptTooLongError):
+            ask(engine, BatchPrompt([{"role": "user", "content": LONG}]))
+        assert not any(asked[3:])
+        go.set()
+        assert slow()
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])
