@@ -584,7 +584,9 @@ def check_targets(chunk: Span, driver: SequenceDriver) -> None:
 
 def check_shape(chunk: Span, driver: SequenceDriver, cuts: PromptCuts) -> None:
     """A prompt is computed in chunks that begin and end where it may be cut, output one by one."""
-    n_tokens, n_left = len(chunk.inputs), driver.n_prompt - chunk.start
+    n_prompt, n_tokens = driver.n_prompt, len(chunk.inputs)
+    n_apart = n_prompt - cuts.n_before_row(n_prompt) if driver.output else 0
+    n_left = n_prompt - n_apart - chunk.start
     if n_left <= 0:
         assert n_tokens == 1
         return
@@ -592,10 +594,11 @@ def check_shape(chunk: Span, driver: SequenceDriver, cuts: PromptCuts) -> None:
     if cuts.is_every:
         assert n_tokens == min(cuts.multiple, n_left)
     else:
-        is_whole = n_tokens % cuts.multiple == 0 and n_left - n_tokens >= cuts.least
+        is_cut = n_prompt - chunk.start - n_tokens >= cuts.least
+        is_whole = n_tokens % cuts.multiple == 0 and is_cut
         assert n_tokens <= cuts.most
         assert n_tokens == n_left or is_whole
-        assert chunk.start == 0 or n_tokens >= cuts.least
+        assert is_whole or chunk.start == 0 or n_tokens >= cuts.least - n_apart
 
 
 def plain(cells: Sequence[int]) -> list[int]:

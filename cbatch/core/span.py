@@ -147,10 +147,13 @@ class PromptCuts:
         is_end = span.has_output and not span.targets and len(span.inputs) > 1
         return span.split() if is_end and self.n_before_row(end) < end else (span,)
 
-    def n_chunk(self, start: int, n_prompt: int, room: int, edges: Sequence[int] = ()) -> int:
+    def n_chunk(
+        self, start: int, n_prompt: int, room: int, edges: Sequence[int] = (), n_apart: int = 0
+    ) -> int:
         """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does.
 
-        Pictures, which begin and end at `edges`, and the texts between them are chunks of their own.
+        Pictures, which begin and end at `edges`, and the texts between them are chunks of their own. The last `n_apart`
+        tokens are left to later steps, which moves no other cut.
         """
         i = bisect_right(edges, start)
         if i % 2:
@@ -159,8 +162,8 @@ class PromptCuts:
                 n_rows = min(n_left, self.multiple - (start - edges[i - 1]) % self.multiple)
             return n_rows if n_rows <= room else 0
         if i < len(edges):
-            n_prompt = edges[i]
-        n_left = n_prompt - start
+            n_prompt, n_apart = edges[i], 0
+        n_left = n_prompt - n_apart - start
         n_next = min(n_left, self.multiple - start % self.multiple)
         if self.is_every or start % self.multiple:
             return n_next if n_next <= room else 0
@@ -260,9 +263,8 @@ class Pending(NamedTuple):
         if start >= driver.n_prompt:
             return min(1, room)
         n_before_row = cuts.n_before_row(driver.n_prompt)
-        is_again = driver.output and start < n_before_row
-        n_prompt = n_before_row if is_again else driver.n_prompt
-        return cuts.n_chunk(start, n_prompt, room, driver.picture_edges)
+        n_apart = driver.n_prompt - n_before_row if driver.output and start < n_before_row else 0
+        return cuts.n_chunk(start, driver.n_prompt, room, driver.picture_edges, n_apart)
 
 
 def limit_targets(prefills: Sequence[Pending], wanted: list[int], *, has_cuts: bool) -> None:

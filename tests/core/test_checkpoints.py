@@ -162,6 +162,22 @@ def test_pieces_of_exact_prompts_end_at_checkpoints_anyway() -> None:
     check_alone(rig)
 
 
+@pytest.mark.parametrize("n_own", range(1, 16))
+def test_prompt_that_is_computed_again_stops_for_those_that_come(n_own: int) -> None:
+    """Its last token is a row now, but the end of its prompt is cut off where it was."""
+    cuts = PromptCuts(16, 48, least=9, ends_in_row=True)
+    rig = make_rig(cuts=cuts, swap_mib=0)
+    rig.submit(*alike(1, n_own=n_own, pause_every=2))
+    while step(rig) is not None:
+        pass
+    park_paused(rig)
+    assert rig.batcher.resume("0")
+    rig.submit(*alike(3, first=1, n_own=20))
+    drive(rig, before=lambda rig: rig.batcher.resume("0"))
+    assert cached(rig) == {"0": 0, **dict.fromkeys("123", 96 if 100 + n_own >= 96 + 9 else 80)}
+    check_alone(rig)
+
+
 def test_prompts_of_other_adapters_share_nothing() -> None:
     rig = make_rig(adapters=("x",))
     rig.submit(*alike(2), *alike(2, first=2, adapter="x"))
