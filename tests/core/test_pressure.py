@@ -425,7 +425,9 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
             told.set()
 
     backend.run = lingering  # type: ignore[method-assign]
-    other, waiting = engine.run(prompts("a")), in_thread(wait)
+    other = engine.run(prompts("a"))
+    wait_until(lambda: engine.stats().n_running)
+    waiting = in_thread(wait)
     wait_until(lambda: is_room_awaited(engine))
     closing.set()
     engine.close()

@@ -29,7 +29,13 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend, batcher_of, find_pool_full, ids_in_flight
+from tests.runtime.backends import (
+    GatedBackend,
+    batcher_of,
+    find_pool_full,
+    ids_in_flight,
+    together,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -397,7 +403,8 @@ def test_full_pool_changes_no_token(
     schedule = {"admission": "optimistic", "swap_mib": swap_mib}
     engine = place.engine(4, W, memory=pool(n_cells), schedule=schedule, kind=kind)
     expects_little(place, engine)
-    results = place.results(engine.run(movers(6)))
+    with together(6):
+        results = place.results(engine.run(movers(6)))
     assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
     assert engine.stats().n_preempted > 0
 
@@ -423,7 +430,8 @@ def test_movers_in_slots_of_their_own_share_beginnings(any_way: Place) -> None:
     engine = any_way.engine(4, W)
     prompts = [[*text_of(70), i] for i in range(12)]
     items = [item(p, max_tokens=200, n_discard=32) for p in prompts]
-    results = any_way.results(engine.run(items))
+    with together(len(items)):
+        results = any_way.results(engine.run(items))
     assert [r.token_ids for r in results] == [moving(p, 200, n_discard=32) for p in prompts]
     assert (
         sum(r.usage.cached_tokens > 32 for r in results) == 12 - 3

@@ -34,6 +34,7 @@ from tests.runtime.backends import (
     mailbox_of,
     n_commands_of,
     runtime_of,
+    together,
 )
 from tests.worker.links import Launches, MortalBackend, ThreadLink, engine_over
 from tests.worker.started import RUNTIMES
@@ -102,12 +103,14 @@ class Asleep:
         first, second = workers_of(self.engine).ready
         pool = workers_of(self.engine).pool
         self.prompts = alike(self.n)
-        with patch.object(pool.routing, "choose", lambda keys, loads: 0):
-            self.response = self.engine.run(self.prompts)
-        self.backends[0].wait_until_held()
+        n_running = min(self.n, first.n_slots)
+        with together(n_running):
+            with patch.object(pool.routing, "choose", lambda keys, loads: 0):
+                self.response = self.engine.run(self.prompts)
+            self.backends[0].wait_until_held()
         assert at_each(self.engine) == [[f"r{i}" for i in range(self.n)], []]
         self.first, self.second = first, second
-        running = [pool.requests[f"r{i}"] for i in range(min(self.n, first.n_slots))]
+        running = [pool.requests[f"r{i}"] for i in range(n_running)]
         wait_until(lambda: all(asked.has_begun for asked in running))  # the client knows it too
         return self
 
