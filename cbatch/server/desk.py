@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
-from cbatch.errors import near
+from cbatch.errors import EngineClosedError, near
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
@@ -28,6 +28,7 @@ from cbatch.server.http_errors import (
     no_worker,
     queue_full,
     whole_seconds,
+    words_for_clients,
 )
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import EngineQuestion, Pulse
@@ -466,7 +467,8 @@ class Desk:
             problem = NO_WORKER if outage.has_failed else outage.cause
             return Health("replacing", problem, whole_seconds(outage.retry_s))
         if outage is not None:
-            return Health("failed", "the engine has ended: the server's log says why")
+            told = words_for_clients(EngineClosedError(outage.cause))
+            return Health("failed", f"{told}: the server's log says why")
         await self.pulse.ask()
         if (words := self.pulse.problem) is not None:
             return Health("failed", words)

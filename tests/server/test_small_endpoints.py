@@ -157,3 +157,14 @@ def test_application_does_not_start_over_the_engine_of_a_parent_process(
             with pytest.raises(EngineClosedError, match="load another one after the fork"):
                 anyio.run(start)
         anyio.run(start)
+
+
+def test_health_of_an_engine_of_a_parent_process_is_told_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_app() as app, monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        answer = call(app, "/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the engine has ended: the server's log says why"
+    assert "load another one after the fork" in caplog.text
