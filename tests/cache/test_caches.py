@@ -60,6 +60,7 @@ from tests.runtime.backends import (
     in_thread,
     loop_of,
     owner_of,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -914,7 +915,8 @@ def test_first_of_those_waiting_for_a_file_takes_nothing_from_the_others(
     save(any_way, text_of(200))
     reads.clear()
     prompts = [[*text_of(n), *text_of(20, start=90 + i)] for i, n in enumerate(n_shared)]
-    results = any_way.results(any_way.engine().run([item(p, **READ) for p in prompts]))
+    with together(len(prompts)):
+        results = any_way.results(any_way.engine().run([item(p, **READ) for p in prompts]))
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
     assert [r.usage.cached_tokens for r in results] == [n if n > 1 else 0 for n in n_shared]
     assert reads == ["k"]
@@ -1236,7 +1238,8 @@ def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place
     save(place, text_of(80), prefill_only=True)
     engine = place.engine(n_slots=8, kind=Fitting, schedule={"share_prefixes": False})
     prompts = [[*text_of(80), i] for i in range(4)]
-    place.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    with together(len(prompts)):
+        place.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     backend = backend_of(engine, Fitting)
     assert backend.fitters == ["cbatch-cache"]
     assert len(backend.kept) == 4
