@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near_or_known, words_of
 from cbatch.support.garbage import uncollected
+from cbatch.support.interrupts import is_for_program
 from cbatch.support.plain import (
     LEAVES,
     flag_of,
@@ -187,7 +188,7 @@ def check_depth(name: str, value: object) -> None:
 
 
 class reading:  # noqa: N801  # lower case, as context managers of the standard library
-    """Turn any exception of a caller's own methods into a `ConfigError` that names the value."""
+    """Turn any exception of a caller's own methods into a `ConfigError` that names the value; no signal handler's."""
 
     __slots__ = ("_name",)
 
@@ -198,7 +199,9 @@ class reading:  # noqa: N801  # lower case, as context managers of the standard 
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CBatchError):
+        if not isinstance(error, Exception) or isinstance(error, CBatchError):
+            return
+        if not is_for_program(error):
             raise ConfigError(f"{self._name} cannot be read: {words_of(error)}") from error
 
 

@@ -8,6 +8,7 @@ import math
 import signal
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -71,9 +72,16 @@ def is_locked_here() -> bool:
 
 
 def is_for_program(error: BaseException) -> bool:
-    """Whether an error of a callback is the program's: no `Exception`, in the thread where signals are handled."""
+    """Whether an error of a callback is the program's: in the main thread, no `Exception` or of a signal's handler."""
     in_main = threading.current_thread() is threading.main_thread()
-    return in_main and not isinstance(error, Exception)
+    return in_main and (not isinstance(error, Exception) or _is_of_handler(error))
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler has raised an error."""
+    handlers = [getattr(h, "func", h) for h in map(_signal.getsignal, _NUMBERS) if callable(h)]
+    codes = {getattr(h, "__code__", getattr(h.__call__, "__code__", None)) for h in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class Contained:

@@ -22,7 +22,7 @@ from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import EngineClosedError
-from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt, as_prompts
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.work_thread import WorkThread
 from cbatch.support.interrupts import HeldBack, Latch, Postponed, run_async
@@ -152,6 +152,37 @@ def test_other_signals_that_raise_are_postponed_too() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done == ["all"]
+
+
+class Alarm:
+    """A program's own handler of SIGALRM."""
+
+    def strike(self, number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("too long")
+
+    __call__ = strike
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="POSIX alone has it")
+@pytest.mark.parametrize("handle", [Alarm.__call__.__get__(Alarm()), Alarm(), partial(Alarm())])
+def test_error_of_a_handler_is_raised_as_it_is(handle: Callable[..., object]) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        signal.raise_signal(signal.SIGALRM)
+
+    def record(_: object) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with Engine(FakeBackend(), threaded=False) as engine:
+            with pytest.raises(TimeoutError):
+                as_prompts(prompts())
+            engine.record_steps(record)
+            with pytest.raises(TimeoutError):
+                engine.run(["a"], options={"max_tokens": 1}).results()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_block_in_another_thread_is_an_ordinary_one() -> None:
