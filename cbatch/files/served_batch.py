@@ -252,6 +252,10 @@ class _CheckedFile(InputFile):
             yield line
 
 
+class _LeftError(Exception):
+    """No more lines are wanted: a check of lines has said so."""
+
+
 class _RequestLines:
     n_items = None
     """Not needed here: the lines were counted before."""
@@ -268,8 +272,9 @@ class _RequestLines:
         return self
 
     def __next__(self) -> Item:
-        with _told_apart():
+        with _told_apart(), suppress(_LeftError):
             return next(self._items)
+        raise StopIteration
 
     def is_dry(self) -> bool:
         return False
@@ -330,7 +335,7 @@ class ServedBatch:
             OSError, sqlite3.OperationalError: they cannot be used now.
         """
         asked, options = FileOptions(max_time_s=max_time_s), run_options_of(self.engine, None)
-        with self._lines(self.ask) as lines, self._journal() as journal:
+        with self._lines(self.ask, self._check_stop) as lines, self._journal() as journal:
             gate = OpenGate() if self.url in CALLS else self.gate  # texts need no slots
             engine = self._runner()
             context = RunContext(journal, _ServedEncoder(), _digest, options, "", self.prefix, gate)
@@ -353,6 +358,10 @@ class ServedBatch:
         if kind is not EmbedCall and self.engine.judges:
             return JudgingEngine(self.engine, self.gate)
         return VectorEngine(self.engine, is_patient=True)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_asked:
+            raise _LeftError
 
     def stop(self) -> None:
         """Begin no more lines; lines that run are finished. Also before `run`, and twice."""

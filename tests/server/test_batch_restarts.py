@@ -17,11 +17,13 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.files.input import raw_streams
-from cbatch.files.served_batch import ServedBatch
+from cbatch.files.input.text_files import InputFile
+from cbatch.files.served_batch import BatchPlaces, ServedBatch, ServedReply
+from cbatch.files.work import OpenGate
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
-from tests.server.clients import call, wait_until
+from tests.server.clients import CHAT, call, wait_until
 from tests.server.kept import (
     answers,
     batch_of,
@@ -36,7 +38,7 @@ from tests.server.kept import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from starlette.applications import Starlette
@@ -64,6 +66,33 @@ def test_batch_goes_on_with_the_next_server(tmp_path: Path) -> None:
     assert found.keys() == {f"r{i}" for i in range(N)}
     assert data.startswith(before)
     assert not [*(tmp_path / "kept" / "work").iterdir()]
+
+
+def test_stop_amid_blank_lines_ends_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = BatchPlaces(*(tmp_path / name for name in ("requests", "answers", "errors")))
+    places.requests.write_bytes(lines(line("a")) + b"\n" * 99 + lines(line("b")))
+    read, n_read, stop_at = InputFile.lines, 0, 9
+    refused = ServedReply(400, {})
+
+    def run() -> tuple[str, int]:
+        served = ServedBatch(engine, places, CHAT, lambda _: refused, OpenGate(), "", 9999)
+
+        def counted(file: InputFile) -> Iterator[Any]:
+            nonlocal n_read
+            for n_read, found in enumerate(read(file), 1):
+                if n_read == stop_at:
+                    served.stop()
+                yield found
+
+        monkeypatch.setattr(InputFile, "lines", counted)
+        return served.run(None, bool).ending, served.n_failed
+
+    with Engine(FakeBackend()) as engine:
+        assert (*run(), n_read) == ("asked", 1, stop_at)
+        stop_at = 0
+        assert (*run(), n_read) == ("done", 2, 101)
 
 
 def test_batch_of_another_model_waits_for_its_own(tmp_path: Path) -> None:
