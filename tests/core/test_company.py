@@ -67,7 +67,10 @@ class Item:
         return self.cancel_after is not None or "timeout_s" in self.options
 
 
-CUTS = (ANYWHERE, ANYWHERE, PromptCuts.every(16), PromptCuts(8, 16, least=5))
+CUTS = (
+    *(ANYWHERE, ANYWHERE, PromptCuts.every(16)),
+    *(PromptCuts(8, 16, least=5), PromptCuts(8, 24, least=5, ends_in_row=True)),
+)
 
 
 @dataclass(frozen=True)

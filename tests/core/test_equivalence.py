@@ -109,6 +109,7 @@ class Item:
 CUTS = (
     *(ANYWHERE, ANYWHERE, PromptCuts.every(4), PromptCuts.every(16)),
     *(PromptCuts(4, 16, least=1), PromptCuts(4, 16, least=3), PromptCuts(8, 16, least=8)),
+    *(PromptCuts(4, 16, n, ends_in_row=True) for n in (2, 4)),
 )
 
 
