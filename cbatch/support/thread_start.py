@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from cbatch.errors import NoThreadError
 from cbatch.support.garbage import no_finalizers
@@ -30,22 +31,37 @@ def start(thread: threading.Thread) -> None:
     waited for an engine could wait for ever. None runs in the new one, and `is_locked_here` in the other.
 
     Raises:
-        NoThreadError: the system has no more threads. This one can never be started or joined.
+        NoThreadError: the system has no more threads, or no memory for one. This one can never be started or joined.
     """
-    runs, run = Latch(), thread.run
+    runs, run, has_begun = Latch(), thread.run, False
 
     def begin() -> None:
+        nonlocal has_begun
         del thread.run
+        has_begun = True
         runs.open()
         run()
 
-    thread.run = begin  # type: ignore[method-assign]
+    def bootstrap() -> None:
+        # without memory it ends before it has said that it runs, and its starter would wait for ever
+        del inside._bootstrap
+        try:
+            inside._bootstrap()
+        finally:
+            inside._started.set()
+            if not has_begun:
+                runs.open()
+
+    inside: Any = thread
+    inside.run, inside._bootstrap = begin, bootstrap
     with HeldBack(), no_finalizers():
         try:
             thread.start()
         except RuntimeError as error:
             raise NoThreadError from error
         runs.wait()
+    if not has_begun:
+        raise NoThreadError
 
 
 def is_lack_of_threads(error: BaseException) -> bool:

@@ -42,6 +42,21 @@ def test_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, 
     start()
 
 
+class WithoutMemory(threading.Thread):
+    def _bootstrap_inner(self) -> None:
+        raise MemoryError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_thread_that_ends_before_it_runs_is_told() -> None:
+    with pytest.raises(NoThreadError):
+        started(int, "cbatch-short", WithoutMemory)
+    done = threading.Event()
+    started(done.set, "cbatch-next").join()
+    assert done.is_set()
+
+
 CALLS: dict[str, Callable[[Engine], object]] = {
     "cbatch-texts": lambda engine: engine.embed(["a", "b"], ids=["x", "y"]).results(),
     "cbatch-feed": lambda engine: engine.run(iter(["a", "b"])).results(),
