@@ -20,6 +20,7 @@ from cbatch.server.batches import CLOSE_S
 from cbatch.server.connections import ConnectionLimits, GuardedProtocol
 from cbatch.server.desk import keep_asking
 from cbatch.server.http_errors import HttpProblemError
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +45,9 @@ _N_OTHER_FILES = 256
 
 _N_FILES = 64
 """Open files without which no server is started: with one replica it has 22, and each client needs one. Our choice."""
+
+_N_HOST = 253
+"""Most characters of a host name. Source: RFC 1123 with RFC 1035."""
 
 _PEER_S = (60, 15, 4)
 """Seconds of silence after which the system asks whether a client is there, seconds between that, and how often."""
@@ -81,19 +85,25 @@ def bound_socket(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address is not there, or in use.
     """
+    said = readable(host if len(host) <= _N_HOST else f"{host[:_N_HOST]}…")
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, number, _, address = places[0]
         found = socket.socket(family, kind, number)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from None
+        raise ConfigError(f"--host {said}: {error.strerror or error}") from None
+    except ValueError:  # of Python's encoding of names
+        raise ConfigError(
+            f"--host {said}: is not a host name, whose parts have 1 … 63 letters, digits or hyphens: give a name or an "
+            "IP address, such as 127.0.0.1"
+        ) from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _ask_for_peers(found)
         found.bind(address)
     except OSError as error:
         found.close()
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        raise ConfigError(f"--host {said} --port {port}: {error.strerror or error}") from None
     return found
 
 

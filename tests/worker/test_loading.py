@@ -89,8 +89,9 @@ def test_worker_that_cannot_start_chats_closes_its_model(monkeypatch: pytest.Mon
 
 
 def test_socket_without_a_worker_is_an_error_by_name(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="no worker answers at"):
-        connect(str(tmp_path / "none.sock"))
+    for address in (str(tmp_path / "none.sock"), "a..b:1", "127.0.0.1:99999", "a\0b"):
+        with pytest.raises(EngineError, match="no worker answers at"):
+            connect(address)
 
 
 def test_settings_for_a_worker_that_has_its_model_are_refused() -> None:
