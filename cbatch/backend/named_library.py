@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.errors import ConfigError, IncompatibleLlamaError
+from cbatch.support.checks import readable
 from cbatch.support.processes import run_apart
 
 VARIABLE = "LLAMA_CPP_LIB_PATH"
@@ -106,6 +107,11 @@ def find_library(path: str | os.PathLike[str]) -> Path:
         ConfigError: there is none.
     """
     place = Path(os.path.abspath(os.path.expanduser(path)))
+    if readable(place) != str(place):
+        raise ConfigError(
+            f"the library of llama.cpp {readable(place)}: Python can load no library whose path is not UTF-8: rename "
+            "it or its folder"
+        )
     if place.is_file():
         return place
     if not place.is_dir():

@@ -93,6 +93,15 @@ def test_place_without_a_library_is_refused(tmp_path: Path) -> None:
         find_library(tmp_path / "none")
 
 
+def test_library_whose_path_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "\udced" / f"libllama{ENDING}"
+    file.parent.mkdir()
+    file.touch()
+    for place in (file, file.parent):
+        with pytest.raises(ConfigError, match=r"\\xed.*path is not UTF-8: rename"):
+            use_library(place)
+
+
 def test_another_library_than_the_loaded_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
