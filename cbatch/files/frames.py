@@ -6,12 +6,20 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    RequestCancelledError,
+    RequestFailedError,
+    words_of,
+)
 from cbatch.files.input.columnar import rows_of
+from cbatch.files.input.item import Item, ItemError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
 from cbatch.files.output.encoders import AnswerColumns, columns_asked
 from cbatch.files.settings import check_engine
+from cbatch.files.units import listed
 from cbatch.options import RunOptions
 from cbatch.response import BatchError, BatchResult
 from cbatch.support.checks import check_flag, check_string, strings_of
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.files.input.item import ItemError
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.batch_response import BatchResponse
 
@@ -98,7 +105,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
 
     def prompts() -> Iterator[BatchPrompt]:
         for number, (row, wrong) in enumerate(frame.rows(prompt_of.columns), 1):
-            item = item_of_row(number, "", row, prompt_of, wrong)
+            item = _item(number, row, prompt_of, wrong)
             errors.append(None if item.error is None else item.error.message)
             if item.prompt is not None:
                 yield item.prompt
@@ -110,6 +117,18 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     if raise_errors:
         _raise_first(columns[[*layout.types].index("error")])
     return frame.with_columns(layout, columns)  # type: ignore[no-any-return]
+
+
+def _item(
+    number: int, row: dict[str, object] | None, prompt_of: RowPrompts, wrong: ItemError | None
+) -> Item:
+    """Return the item of a row, whose cells may be any objects: an error of theirs, as of `__str__`, is its own."""
+    try:
+        return item_of_row(number, "", row, prompt_of, wrong)
+    except Exception as error:
+        columns = listed(sorted(prompt_of.columns))
+        wrong = ItemError("invalid_row", f"no prompt can be made of {columns}: {words_of(error)}")
+        return item_of_row(number, "", row, prompt_of, wrong)
 
 
 def _raise_first(errors: Sequence[object]) -> None:

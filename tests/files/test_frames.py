@@ -64,6 +64,25 @@ def test_row_that_cannot_be_asked_has_its_error_and_the_others_go_on(engine: cba
     assert list(out["completion_tokens"].isna()) == [False, True, False]
 
 
+class Untold:
+    """A value without a text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_cell_without_a_text_fails_its_row_alone(engine: cbatch.Engine) -> None:
+    own: list[object] = []
+    own.append(own)
+    cells = pd.Series(["red", own, Untold(), {(1, 2): 3}, "blue"], dtype=object)
+    out = run_table(pd.DataFrame({"word": cells}), engine=engine, template="Say {word}.")
+    assert list(out["finish_reason"]) == ["stop", *["error"] * 3, "stop"]
+    assert list(out["error"][1:3]) == [
+        "no prompt can be made of word: Circular reference detected",
+        "no prompt can be made of word: no words",
+    ]
+
+
 class Series:
     """Of polars, as far as the package uses it: the columns that are added."""
 
