@@ -13,7 +13,7 @@ from typing import Any
 from cbatch.errors import ConfigError
 from cbatch.files import places
 from cbatch.files.file_formats import is_columnar
-from cbatch.files.input.item import Seen, item_key, rival_key
+from cbatch.files.input.item import Item, Seen, item_key
 from cbatch.files.input.row_prompts import MEDIA_COLUMNS
 from cbatch.files.input.source import open_source
 from cbatch.files.output.durable import is_locked
@@ -125,16 +125,23 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
             open_source(paths, format=format, template=template, **columns) as source,
         ):
             for item in source:
-                key = record_key(item_key(item))
-                if seen.add(item_key(item), item.number, rival_key(item)) is not None:
-                    key = duplicate_key(key, item.number)
                 n_items += 1
-                n_left += manifest.execute(_HAS, key).fetchone() is None
+                n_left += not _is_done(item, manifest, seen)
     except ConfigError as error:
         if inputs:
             raise
         return {"problem": str(error)}
     return {"n_items": n_items, "n_left": n_left}
+
+
+def _is_done(item: Item, manifest: Manifest, seen: Seen) -> bool:
+    """Whether an item has a record: its own as a duplicate, or the one of its id, which any of that id may have."""
+    key = record_key(item_key(item))
+    if manifest.execute(_HAS, duplicate_key(key, item.number)).fetchone() is not None:
+        return True
+    if manifest.execute(_HAS, key).fetchone() is None:
+        return False
+    return seen.add(item_key(item), item.number) is None
 
 
 @contextmanager

@@ -108,6 +108,20 @@ def test_input_may_have_moved_or_be_a_pipe(
     assert found == RunStatus(1, 0, problem="the input was a pipe")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_duplicates_of_a_shuffled_run_are_not_left(
+    engine: Engine, tmp_path: Path, seed: int
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ids = ['"id": "a", ', '"id": "line-4", ', '"id": "a", ', "", '"id": "b", ', '"id": "b", ']
+    source.write_text("".join(f'{{{id}"prompt": "x"}}\n' for id in ids))
+    for limit in (3, None):
+        run_file(source, out, engine=engine, limit=limit, shuffle=True, shuffle_seed=seed)
+        found = status_of(out)
+        assert found.n_left == len(ids) - found.n_done - found.n_failed
+    assert found.n_left == 0
+
+
 @pytest.mark.parametrize(("damage", "n_lost"), [("gone", 6), ("empty", 6), ("cut", 1)])
 def test_records_that_are_not_in_the_file_any_more_are_lost(
     engine: Engine, tmp_path: Path, damage: str, n_lost: int
