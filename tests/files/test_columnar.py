@@ -190,6 +190,7 @@ def test_file_that_is_something_else_is_refused(tmp_path: Path, name: str) -> No
 TEXTS = pa.array(["a", "b", None])
 NO_TEXT = pa.array([b"a", b"b\xff", None], pa.binary()).view(pa.string())
 ENDS = pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"])
+LISTS = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array([[1, 2], [3]]))
 UNREADABLE = {
     "text": NO_TEXT,
     "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, 1, None]), NO_TEXT),
@@ -252,16 +253,26 @@ def test_value_that_cannot_be_read_is_text_in_lines(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("column", [ENDS, pa.array([pa.MonthDayNano([1, 2, 3])] * 3)])
-def test_column_that_parquet_cannot_hold_is_refused_before_the_run(
-    tmp_path: Path, column: Any
+@pytest.mark.parametrize(
+    ("format", "column"),
+    [
+        ("parquet", ENDS),
+        ("parquet", pa.array([pa.MonthDayNano([1, 2, 3])] * 3)),
+        ("parquet", LISTS),
+        ("arrow", LISTS),
+    ],
+)
+def test_column_that_the_output_cannot_hold_is_refused_before_the_run(
+    tmp_path: Path, format: str, column: Any
 ) -> None:
     path = save(tmp_path / "in.arrow", pa.table({"text": TEXTS, "odd": column}))
+    out, words = tmp_path / f"out.{format}", rf"column 'odd' is .*{format} files cannot hold.*keep"
     with make_engine() as engine:
-        with pytest.raises(ConfigError, match=r"column 'odd' is .*parquet files cannot hold.*keep"):
-            run_file(path, tmp_path / "out.parquet", engine=engine)
+        with pytest.raises(ConfigError, match=words):
+            run_file(path, out, engine=engine)
+        assert not out.exists()
         said: dict[str, Any] = {"engine": engine, "keep_columns": ["text"]}
-        assert run_file(path, tmp_path / "out.parquet", **said).n_items == 3
+        assert run_file(path, out, **said).n_items == 3
 
 
 def test_dictionaries_that_differ_are_written_as_values(tmp_path: Path) -> None:

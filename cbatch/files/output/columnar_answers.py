@@ -50,17 +50,21 @@ class ColumnarEncoder(RowEncoder):
         self._input = source.format if source.format in ("parquet", "arrow") else None
         self._fields: list[Any] = []  # of a columnar input, as they are before it is read
         if self._input:
-            with open_table(self._paths[0], self._input) as (schema, _, _):
+            with open_table(self._paths[0], self._input) as (schema, _, batches):
                 self._fields = [schema.field(name) for name in layout.own]
-        for field in self._fields:
-            self._check_type(field)
+                first = next((batch for batch in batches if batch.num_rows), None)
+                for field in self._fields:
+                    self._check_type(field, first)
 
-    def _check_type(self, field: Any) -> None:
-        """Refuse a column that cannot be written, before a run has answers for it."""
+    def _check_type(self, field: Any, rows: Any | None) -> None:
+        """Refuse a column that cannot be written, before a run has answers for it; the first of `rows` is tried."""
         pyarrow = import_pyarrow()
+        schema = pyarrow.schema([self._written(field)])
         try:
-            with self._writer(io.BytesIO(), pyarrow.schema([self._written(field)])):
-                pass
+            with self._writer(io.BytesIO(), schema) as writer:
+                if rows is not None:
+                    column = self._taken(rows, field, [0])
+                    writer.write_batch(pyarrow.record_batch([column], schema=schema))
         except pyarrow.ArrowException as error:
             raise ConfigError(
                 f"column {field.name!r} is {field.type}, which {self._format} files cannot hold ({error}): "
