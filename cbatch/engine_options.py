@@ -169,7 +169,7 @@ def check_shares(name: str, value: object) -> tuple[float, ...]:
         raise ConfigError(
             f"{name} must be a list of numbers, one for each device, not {shown(value)}"
         )
-    shares = tuple(float(check_float(f"a share in {name}", share, 0.0, 1e6)) for share in items)
+    shares = tuple(check_float(f"a share in {name}", share, 0.0, 1e6) for share in items)
     if not any(shares):
         raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
     return shares

@@ -101,7 +101,7 @@ def check_adapters(name: str, value: object) -> Mapping[str, float]:
 
 def _scale(adapter: str, value: object) -> float:
     check_text("an adapter's name", adapter, MAX_KEY_LENGTH)
-    return float(check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0))
+    return check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0)
 
 
 def check_stops(name: str, value: object) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _token(name: str, key: object) -> int:
 def _bias(name: str, value: object) -> float:
     if number_of(value) == -math.inf:
         return -math.inf
-    return float(check_float(name, value, -1e4, 1e4))
+    return check_float(name, value, -1e4, 1e4)
 
 
 def check_processor(name: str, value: object) -> LogitsProcessor:

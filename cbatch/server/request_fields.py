@@ -414,7 +414,7 @@ def _id_or_text(key: Any) -> Any:
 
 
 def _bias(name: str, value: Any) -> float:
-    return -math.inf if value is False else float(check_float(name, value, -1e4, 1e4))
+    return -math.inf if value is False else check_float(name, value, -1e4, 1e4)
 
 
 def check_continued(asked: RequestFields, prompt: BatchPrompt) -> None:

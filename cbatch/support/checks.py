@@ -241,13 +241,13 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
 
 
 def check_float(name: str, value: object, low: float, high: float) -> float:
-    """Return a finite number from `low` to `high`; a whole number stays one."""
+    """Return a finite number from `low` to `high`; as a float."""
     number = number_of(value)
     if number is None or (isinstance(number, float) and not math.isfinite(number)):
         raise ConfigError(f"{name} must be a finite number, not {shown(value)}")
     if not low <= number <= high:
         raise ConfigError(f"{name} must be {low:g} … {high:g}, not {shown(value)}")
-    return number
+    return float(number)
 
 
 def check_seconds(name: str, value: object) -> float:

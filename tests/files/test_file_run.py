@@ -190,6 +190,15 @@ def test_settings_of_the_engine_that_answers_depend_on_are_refused_by_name(
         assert (forced.n_before, forced.n_done) == (0, 100)
 
 
+def test_run_continues_where_an_option_is_written_as_a_whole_number(
+    source: Path, out: Path
+) -> None:
+    for temperature in (0.0, 0):
+        with make_set({}, temperature=temperature, logit_bias={1: 1}, timeout_s=60) as engine:
+            run_file(source, out, engine=engine, limit=50)
+    assert len(records(out)) == 100
+
+
 def test_changed_line_alone_runs_again(engine: Engine, source: Path, out: Path) -> None:
     run_file(source, out, engine=engine)
     source.write_text(source.read_text().replace('question 7"', 'another question"'))
