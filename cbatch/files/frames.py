@@ -212,7 +212,8 @@ class _PandasFrame:
         added = zip(layout.added, columns, layout.types.values(), strict=True)
         table = self._table
         if not layout.keeps_all:  # names of columns may be no text
-            table = table[[table.columns[self.columns.index(name)] for name in layout.own]]
+            names = dict(zip(self.columns, table.columns, strict=True))
+            table = table[[names[name] for name in layout.own]]
         return table.assign(
             **{name: self._pandas.array(each, dtype=dtypes[type]) for name, each, type in added}
         )

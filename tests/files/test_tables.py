@@ -5,7 +5,7 @@ import io
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -222,6 +222,26 @@ def test_added_columns_get_a_number_where_the_table_has_such(tmp_path: Path) -> 
     assert (row["response"], row["response_2"], row["response_3"]) == ("old", "older", "Hi!")
     layout = AnswerColumns(("text", "error"), output_column="error_2")
     assert len({*layout.added}) == len(layout.types)
+
+
+class CountedName(str):
+    """A name that counts its comparisons, in the list that all of them share."""
+
+    __slots__ = ()
+    found: ClassVar[list[object]] = []
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        self.found.append(other)
+        return super().__eq__(other)
+
+
+def test_names_of_added_columns_are_not_compared_with_every_column() -> None:
+    names = ["response", *(f"response_{n}" for n in range(2, 300))]
+    layout = AnswerColumns(["text"])
+    CountedName.found.clear()
+    assert layout.names_beside([CountedName(name) for name in names])[0] == "response_300"
+    assert 0 < len(CountedName.found) <= 2 * len(names)
 
 
 def test_row_that_is_wrong_or_failed_is_written_with_its_error(tmp_path: Path) -> None:

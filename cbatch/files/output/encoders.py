@@ -172,14 +172,14 @@ class AnswerColumns:
         Raises:
             ConfigError: a column to keep is not there, or the answer's name is that of another column.
         """
-        known = ("id",) if columns is None else tuple(columns)
+        known = dict.fromkeys(("id",) if columns is None else columns)
         for name in keep or ():
             if name not in known:
                 raise ConfigError(
                     f"keep_columns has {name!r}, which is not a column; columns are {listed(known)}"
                 )
         self.has_rows, self.keeps_all = columns is not None, keep is None
-        self.own = known if keep is None else tuple(dict.fromkeys(keep))
+        self.own = tuple(known if keep is None else dict.fromkeys(keep))
         self._kept = [n for n in self.of_answer if n in extra or n not in WHERE_ASKED]
         text = output_column or self.main
         if output_column in (*self.own, *(name for name in self._kept[1:])):
@@ -193,10 +193,8 @@ class AnswerColumns:
 
     def names_beside(self, columns: Collection[str]) -> tuple[str, ...]:
         """Return the names of the answer's columns beside others."""
-        names: list[str] = []
-        for name in self.types:
-            names.append(_free(name, (*columns, *names)))
-        return tuple(names)
+        taken = set(columns)
+        return tuple(_taken(name, taken) for name in self.types)
 
     def answer(self, result: BatchResult) -> tuple[object, ...]:
         """Return the values of the answer's columns."""
@@ -256,9 +254,12 @@ def _plain_value(value: Any) -> object:
     return value.tolist() if hasattr(value, "astype") else value
 
 
-def _free(name: str, taken: Collection[str]) -> str:
+def _taken(name: str, taken: set[str]) -> str:
+    """Add a name to others, with a number where it is among them, and return it."""
     names = chain([name], (f"{name}_{n}" for n in count(2)))
-    return next(candidate for candidate in names if candidate not in taken)
+    found = next(candidate for candidate in names if candidate not in taken)
+    taken.add(found)
+    return found
 
 
 def _logprob(result: BatchResult) -> float | None:
