@@ -31,6 +31,7 @@ from cbatch.stats import EngineStats
 from cbatch.support.interrupts import Sleepers
 from cbatch.support.logs import Log, must_not_wait
 from cbatch.support.thread_start import start
+from cbatch.worker.connection import FrameThread
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import N_MESSAGE_BYTES, SentOrigin, in_messages
@@ -771,7 +772,8 @@ class Pool:
     def close(self, within_s: float | None = None) -> None:
         """End every request and the workers; wait until they are gone, except where others may wait for this thread.
 
-        A worker that does not end in `within_s`, such as a stopped one, is killed.
+        A worker that does not end in `within_s`, such as a stopped one, is killed. The threads that take frames do not
+        wait: functions given to `record_steps` may close in several of them.
         """
         with self.lock():
             is_first, self.is_closing = not self.is_closing, True
@@ -784,7 +786,7 @@ class Pool:
             connection.tell(Close())
         self._changed.wake()
         self._entrance.wake()
-        if must_not_wait():
+        if must_not_wait() or isinstance(threading.current_thread(), FrameThread):
             self._is_over.set()
         else:
             self._join(_LAST_S if within_s is None else within_s)
@@ -795,11 +797,11 @@ class Pool:
         """Wait until the workers are gone; kill those that do not end by themselves."""
         until_s = time.perf_counter() + within_s
         for replica in self._replicas:
-            if replica.thread.is_alive() and replica.thread is not threading.current_thread():
+            if replica.thread.is_alive():
                 replica.thread.join(max(0.0, until_s - time.perf_counter()))
-                if replica.thread.is_alive():
-                    replica.kill()
-                replica.thread.join()
+            if replica.thread.is_alive():
+                replica.kill()
+                replica.thread.join(_LAST_S)  # a function given to `record_steps` may never return
         self._is_over.set()
         if self._watch.is_alive() and self._watch is not threading.current_thread():
             self._watch.join()

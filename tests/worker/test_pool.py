@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import ConfigError, EngineError, WorkerDiedError
+from cbatch.errors import ConfigError, EngineClosedError, EngineError, WorkerDiedError
 from cbatch.options import RunOptions
 from cbatch.runtime.in_flight import InFlight
 from cbatch.worker.client import Workers
@@ -310,6 +312,26 @@ def test_burst_with_one_beginning_uses_all_workers() -> None:
     assert all(backend.plans for backend in backends)
     assert stats.n_submitted == 24
     assert stats.n_prompt_tokens <= 3 * len(COMMON) + 24 * 2
+
+
+def test_close_in_a_step_recorder_waits_for_no_other_recorder() -> None:
+    both = threading.Barrier(2)
+
+    def close(_: object) -> None:
+        with suppress(threading.BrokenBarrierError):  # more steps may come
+            both.wait(PATIENCE_S)
+            both.abort()
+        engine.close()
+
+    def run() -> None:
+        with suppress(EngineClosedError):
+            all_results(engine.run(["one", "two"], options={"max_tokens": 40}))
+
+    engine = engine_over(FakeBackend(1, 64), FakeBackend(1, 64), options=OPTIONS)
+    engine.record_steps(close)
+    in_thread(run)()
+    in_thread(engine.close)()
+    assert both.broken
 
 
 def test_steps_that_fail_change_no_token() -> None:
