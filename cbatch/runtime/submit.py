@@ -210,8 +210,7 @@ class Submitter:
         if place is None:  # the batch was ended while this prompt was read
             return
         try:
-            with HeldBack(), self._naming:
-                prompt, id = self._named(mailbox, reading, item, place)
+            prompt, id = self._named(mailbox, reading, item, place)
             if isinstance(prompt, RefusedPrompt):
                 raise prompt.error
             if mailbox.is_copy(prompt, options, place, id):
@@ -241,21 +240,31 @@ class Submitter:
     def _named(
         self, mailbox: Mailbox, reading: FeedReading, item: Any, place: int
     ) -> tuple[BatchPrompt, RequestId]:
-        """Return what was read as a prompt, with its id; the mailbox has an id also where this raises."""
+        """Return what was read as a prompt, with its id; the mailbox has an id also where this raises.
+
+        A prompt at which the program is to end, such as by a `SystemExit`, has failed.
+        """
         in_flight = self._runtime.ids
-        id = self._ids.automatic(mailbox.given, in_flight)
-        try:
-            if (name := next(reading.names, None)) is not None:
-                check_own((as_id(name),), mailbox.given)
-                id = own_id(as_id(name))
-            prompt = reading.read(item)
-            if prompt.id is not None:
-                check_own((prompt.id,), mailbox.given)
-                check_own((prompt.id,), in_flight)
-                id = own_id(prompt.id)
-            return prompt, id
-        finally:
-            mailbox.ids[place], mailbox.given[id] = id, None
+        with HeldBack(), self._naming:
+            id = self._ids.automatic(mailbox.given, in_flight)
+            try:
+                if (name := next(reading.names, None)) is not None:
+                    check_own((as_id(name),), mailbox.given)
+                    id = own_id(as_id(name))
+                prompt = reading.read(item)
+                if prompt.id is not None:
+                    check_own((prompt.id,), mailbox.given)
+                    check_own((prompt.id,), in_flight)
+                    id = own_id(prompt.id)
+                return prompt, id
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    raise
+                ended = error
+            finally:
+                mailbox.ids[place], mailbox.given[id] = id, None
+        mailbox.deliver(*refused(id, place, as_failure(ended)))
+        raise ended
 
     def fill(self) -> None:
         """Read prompts while there is room, where no thread does."""
@@ -271,7 +280,7 @@ class Submitter:
         self.end(cause or EngineClosedError(CLOSED_EARLY))
 
 
-def as_failure(error: Exception) -> CBatchError:
+def as_failure(error: BaseException) -> CBatchError:
     """Return the error of a refused prompt as one for its result."""
     return failure_of("the prompt could not be read", error)
 

@@ -293,6 +293,32 @@ def test_end_of_the_program_inside_the_generator_is_the_readers_alone(
     assert texts(engine.run(["still good"])) != [""]
 
 
+class Ending(dict[str, Any]):
+    """A row whose reading is to end the program."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(messages=[])
+        self.error = error
+
+    def get(self, *_: object) -> Any:
+        raise self.error
+
+    __getitem__ = keys = items = __iter__ = get
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
+def test_prompt_at_which_the_program_is_to_end_tells_the_reader(
+    threaded: Engine, error: BaseException
+) -> None:
+    rows: list[Any] = ["one", Ending(error), "two"]
+    completed = threaded.run(iter(rows)).as_completed()
+    found = sorted((next(completed), next(completed)), key=lambda r: r.id)
+    assert [r.finish_reason for r in found] == ["length", "error"]
+    with pytest.raises(type(error)):
+        next(completed)
+    assert texts(threaded.run(["still good"])) != [""]
+
+
 @thread_only(Reason.DEATH)
 def test_engine_that_dies_while_its_generator_hangs_tells_the_reader() -> None:
     go = threading.Event()
