@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable
-from queue import SimpleQueue
+from collections.abc import AsyncIterable, Callable
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,6 +12,9 @@ from anyio.lowlevel import current_token
 
 from cbatch.errors import RequestCancelledError
 from cbatch.runtime.waking import call_soon_here
+
+_LOOK_S = 0.5
+"""How often a waiting thread looks whether the event loop was closed: `close` tells nobody. Our choice."""
 
 
 class _Read(NamedTuple):
@@ -28,6 +31,9 @@ class AsyncSource:
         """Start the task. Call this in the event loop."""
         self._items = items.__aiter__()
         self._call_soon = call_soon_here()
+        self._is_closed: Callable[[], bool] = getattr(
+            current_token().native_token, "is_closed", bool
+        )
         self._wanted = anyio.Event()
         self._scope = anyio.CancelScope()
         self._found: SimpleQueue[_Read] = SimpleQueue()
@@ -39,13 +45,21 @@ class AsyncSource:
     def __next__(self) -> object:
         """Wait for the next item and return it. Not to be called in the event loop's thread."""
         self._do_soon(lambda: self._wanted.set())
-        found = self._found.get()
+        found = self._wait()
         if found.error is None:
             return found.item
         self._found.put(found)  # for later calls
         if isinstance(found.error, StopAsyncIteration):
             raise StopIteration
         raise found.error
+
+    def _wait(self) -> _Read:
+        while True:
+            try:
+                return self._found.get(timeout=_LOOK_S)
+            except Empty:  # noqa: PERF203
+                if self._is_closed():  # with the task and its wake-up in it: neither runs any more
+                    return _Read(error=_loop_has_ended())
 
     def leave(self) -> None:
         """End the reading, even while an item is awaited. From any thread; no effect a second time."""

@@ -7,7 +7,7 @@ import gc
 import threading
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -38,10 +38,12 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
+
+T = TypeVar("T")
 
 pytestmark = each_kind
 
@@ -134,7 +136,20 @@ def test_async_generator_without_an_event_loop_is_refused_with_a_hint(engine: En
         engine.run(lines())
 
 
-def test_async_generator_ends_with_its_event_loop(threaded: Engine) -> None:
+def run_and_close(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop that is closed with its tasks in it."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it is told of tasks that never end
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_and_close])
+def test_async_generator_ends_with_its_event_loop(
+    threaded: Engine, run: Callable[[Coroutine[Any, Any, BatchResponse]], BatchResponse]
+) -> None:
     async def lines() -> AsyncIterator[str]:
         yield "a"
         is_waiting.set()
@@ -146,7 +161,7 @@ def test_async_generator_ends_with_its_event_loop(threaded: Engine) -> None:
         return response
 
     is_waiting = asyncio.Event()
-    response = asyncio.run(begin())
+    response = run(begin())
     with pytest.raises(BatchError, match="its event loop ended") as caught:
         response.results(timeout=PATIENCE_S)
     assert len(caught.value.results) == 1
