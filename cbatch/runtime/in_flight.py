@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.core.batcher import N_ENDED_MAX
 from cbatch.core.driver import Wait
 from cbatch.core.queue import Deadlines
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.text_room import Texts
 
+
+N_ENTERED_MAX = 4096
+"""Most sequences of one call that are queued before one plan, so that a step does not wait for many thousands: some
+fifteen milliseconds. Our choice."""
 
 _N_ENDED_SAVERS = 64
 """Cache keys of requests that ended that may be kept beyond those in flight."""
@@ -58,7 +63,9 @@ class InFlight:
         self._late_deadlines = Deadlines()
         self._next_look_s = math.inf
         """When the deadlines of these are looked at; infinity for never."""
-        self._n_late_limit = 0
+        self._n_late_limit: float = 0
+        self._given_up: dict[SequenceDriver, None] = {}
+        """Sequences that are cancelled before they are queued, where these are many: they end some at a time."""
         loop.admit_late = self._admit_late
         self._n_promised = 0
         """Number of sequences that were submitted during a step and will be queued after it."""
@@ -141,10 +148,13 @@ class InFlight:
         """Queue sequences whose routes are set. Does not wait.
 
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free. But a refused
-        prompt ends its request at once.
+        prompt ends its request at once. Many are queued some at a time, between steps.
         """
         is_first = self._batcher.n_waiting <= self._loop.n_entering
-        self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
+        if len(drivers) > N_ENTERED_MAX:
+            self.submit_late(drivers, math.inf, is_urgent=is_first)
+        else:
+            self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
         if any(driver.error is not None for driver in drivers):
             self._loop.hurry()
 
@@ -213,7 +223,9 @@ class InFlight:
             if not self._loop.call(submit_some) and todo:
                 self._loop.wait_for_change(can_submit, until_s)
 
-    def submit_late(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+    def submit_late(
+        self, drivers: Sequence[SequenceDriver], n_limit: float, *, is_urgent: bool = True
+    ) -> None:
         """Queue sequences as `submit_as_room_comes` does, but return at once: the owner thread queues them."""
 
         def submit() -> None:
@@ -226,17 +238,35 @@ class InFlight:
             self._look_in_time()
 
         self._outside.update((d.request.id, d) for d in drivers)
-        self._loop.post(submit)
+        self._loop.post(submit, is_urgent=is_urgent)
 
-    def _admit_late(self) -> None:
-        """Queue sequences of `submit_late` for which there is room; all, once the loop is closed. Owner thread."""
-        while self._late:
-            n_room = self._room(self._n_late_limit)[1]
-            if self._loop.is_closed:
-                n_room = len(self._late)
-            if not n_room:
-                return
-            self._enter([*islice(self._late, n_room)])
+    def _admit_late(self) -> bool:
+        """Queue sequences of `submit_late` for which there is room, some at a time; all, once the loop is closed.
+
+        Return whether more can be queued. Owner thread.
+        """
+        is_closed = self._loop.is_closed
+        gone = [*islice(self._given_up, None if is_closed else N_ENDED_MAX)]
+        for driver in gone:
+            del self._given_up[driver]
+        self._enter(gone)
+        ids = [d.request.id for d in gone]
+        self._batcher.cancel_all(
+            [id for id, d in zip(ids, gone, strict=True) if self._batcher.in_flight.get(id) is d],
+            self._clock(),
+        )
+        n_most = len(self._late) if is_closed else N_ENTERED_MAX
+        while self._late and n_most and (n_room := self._n_late_room()):
+            some = [*islice(self._late, min(n_most, n_room))]
+            n_most -= len(some)
+            self._enter(some)
+        return bool(self._given_up or (self._late and self._n_late_room()))
+
+    def _n_late_room(self) -> int:
+        n_late = len(self._late)
+        if self._loop.is_closed:
+            return n_late
+        return int(min(n_late, self._room(self._n_late_limit)[1]))
 
     def _look_in_time(self) -> None:
         """Have the next deadline of late sequences looked at: one timer, however many there are. Owner thread."""
@@ -253,7 +283,7 @@ class InFlight:
             self._enter([driver])
         self._look_in_time()
 
-    def _take_first(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
+    def _take_first(self, todo: deque[SequenceDriver], n_max: float) -> list[SequenceDriver]:
         """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""
         found: list[SequenceDriver] = []
         while todo and (len(found) < n_max or not self._is_outside(todo[0])):
@@ -279,7 +309,7 @@ class InFlight:
             self._loop.enqueue(newcomers)
             self._loop.waiters.wake()  # the submitting thread may wait for these alone
 
-    def _room(self, n_limit: int) -> tuple[int, int]:
+    def _room(self, n_limit: float) -> tuple[int, float]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
         seen = self._batcher.occupancy()
         n_waiting = seen.n_unserved + self._n_promised
@@ -490,10 +520,23 @@ class InFlight:
         """
         members = [m for r in some if r.id not in self._texts for m in _member_ids(r)]
         found = [r for r in some if r.id in self._texts and self._texts.cancel(r)]
-        self._enter([d for m in members if (d := self._outside.get(m))])
+        outside = [d for m in members if (d := self._outside.get(m)) and d not in self._given_up]
+        if len(outside) > N_ENDED_MAX:
+            self._give_up(outside)
+            found += [self.routes[d.request.id] for d in outside]
+        else:
+            self._enter(outside)
         found += [self.routes[id] for id in self._batcher.cancel_all(members, self._clock())]
         self._loop.deliver(())
         return found
+
+    def _give_up(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Have sequences that wait for room in the queue end some at a time. Owner thread."""
+        for driver in drivers:
+            self._given_up[driver] = None
+            if driver in self._late:
+                del self._late[driver]
+                self._late_deadlines.note_end()
 
     def _open(self, some: Iterable[Route]) -> list[Route]:
         """Return the routes of those sequences of requests that have not ended. Changes nothing."""

@@ -92,7 +92,8 @@ class Loop:
         self.on_admit: Callable[[Sequence[str]], object] | None = None
         """Called with the ids of sequences before the first step that computes something of them."""
         self.admit_late: Callable[[], object] = bool
-        """Called before each plan, and when the loop ends: queues sequences that wait for room in the queue."""
+        """Called before each plan, and when the loop ends: queues sequences that wait for room in the queue, some at a
+        time; returns whether there are more for which there is room."""
         self.end_texts: Callable[[EngineClosedError | None], object] = bool
         """Called when the loop ends: ends texts that are to be embedded, by the error if there is one, and frees what
         computes them."""
@@ -137,7 +138,7 @@ class Loop:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
-        self.admit_late()
+        has_late = self.admit_late()
         if not self._batcher.in_flight:
             self._check_books()
         self._scheduler.begin_step(start)
@@ -148,7 +149,7 @@ class Loop:
         plan = self._scheduler.plan(start)
         if plan is None:
             self.waiters.wake()
-            return self.deliver(()) or len(self._commands) > 0
+            return self.deliver(()) or len(self._commands) > 0 or bool(has_late)
         built = self._clock()
         self._unapplied = plan
         if self.on_admit is not None and (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.batcher import N_ENDED_MAX
+from cbatch.core.batcher import N_ENDED_MAX, MultiRequestBatcher
 from cbatch.errors import RequestCancelledError
 from cbatch.messages import BatchPrompt
+from cbatch.runtime import in_flight
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import ask_held, wait_until
 from tests.runtime.backends import (
@@ -30,8 +32,9 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
@@ -193,6 +196,39 @@ def test_many_cancelled_end_some_between_two_steps(way: str) -> None:
     assert [r.finish_reason for r in ended] == ["cancelled"] * n_many
     n_ended = [a - b for a, b in pairwise(backend.n_open)]
     assert way == "cancel_all" or 0 < max(n_ended) <= N_ENDED_MAX + 2
+
+
+@thread_only(Reason.BY_HAND)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_many_of_one_call_enter_and_leave_some_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch, *, leaves: bool
+) -> None:
+    monkeypatch.setattr(in_flight, "N_ENTERED_MAX", 8)
+    monkeypatch.setattr(in_flight, "N_ENDED_MAX", 4)
+    backend, n_many, entered = GatedBackend(2, LONG, 16), 50, list[tuple[int, int]]()
+    submit = MultiRequestBatcher.submit
+
+    def counted(self: MultiRequestBatcher, drivers: Sequence[SequenceDriver]) -> None:
+        entered.append((len(drivers), backend.n_runs))
+        submit(self, drivers)
+
+    monkeypatch.setattr(MultiRequestBatcher, "submit", counted)
+    with engine_on(backend, options=ENDLESS) as engine:
+        other = iter(engine.submit("other"))
+        next(other)
+        in_owner(engine, lambda: setattr(backend, "hold_at", backend.n_runs))
+        backend.wait_until_held()
+        many = engine.run(["p"] * n_many, options={"max_tokens": 1})
+        if leaves:
+            many.leave()
+        backend.release()
+        ended = all_results(many)
+        other.close()
+    assert [r.finish_reason for r in ended] == ["cancelled" if leaves else "length"] * n_many
+    assert sum(n for n, _ in entered) == n_many + 1
+    assert max(n for n, _ in entered) <= 8
+    assert max(Counter(n_runs for _, n_runs in entered).values()) <= 2  # at a command and a step
+    assert not leaves or sum(len(p.binds) for p in backend.plans) <= 2
 
 
 @no_pool(Reason.ONE_BACKEND)
