@@ -22,6 +22,7 @@ from cbatch.errors import (
     CBatchError,
     ConfigError,
     EngineClosedError,
+    ModelLoadError,
     NoThreadError,
     RequestCancelledError,
     UnsupportedTaskError,
@@ -233,8 +234,13 @@ class Engine:
         """Load and start; where the load is to stop, free what was loaded and raise."""
         try:
             runtime = opener(is_stopped)
-        except CBatchError:
-            if not is_stopped():
+        except (CBatchError, RuntimeError) as error:
+            # Python then starts no threads, nor the modules that have some
+            if isinstance(error, RuntimeError) and not threading.main_thread().is_alive():
+                raise ModelLoadError(
+                    "no model can be loaded while the program ends: load it before the main thread ends"
+                ) from error
+            if not (isinstance(error, CBatchError) and is_stopped()):
                 raise
         else:
             if not is_stopped():

@@ -29,6 +29,7 @@ from cbatch.errors import (
     ConfigError,
     DecodeError,
     EngineClosedError,
+    ModelLoadError,
     RequestCancelledError,
     RequestFailedError,
 )
@@ -1022,3 +1023,18 @@ def test_two_engines_in_one_process(test_model: Path) -> None:
         responses = [one.run(["a", "b", "c"]), two.run(["c", "b", "a"])]
         first, second = map(streams, responses)
     assert first == second[::-1]
+
+
+@thread_only(Reason.BY_HAND)
+def test_model_that_is_loaded_while_the_program_ends_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opener(_: object) -> Any:
+        raise RuntimeError("can't register atexit after shutdown")
+
+    with pytest.raises(RuntimeError, match="atexit"):
+        Engine(opener=opener).open()
+    ended = threading.Thread()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    with pytest.raises(ModelLoadError, match="before the main thread ends"):
+        Engine(opener=opener).open()
