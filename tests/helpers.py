@@ -19,6 +19,7 @@ from cbatch.backend.fake import (
     Faults,
     StepCost,
 )
+from cbatch.backend.fake.fake_tokens import tag_of
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.books import KvLedger, find_ledger_imbalance
 from cbatch.core.driver import SequenceDriver, Status
@@ -37,7 +38,7 @@ from cbatch.runtime.output import result_of, take_chunk
 from cbatch.runtime.prompts import PromptTokenizer
 from cbatch.runtime.wants import N_REFUSED_MAX, CacheEntry, CacheRead, CacheRef, SequenceWants
 from cbatch.stats import EngineStats
-from tests.oracle.fake_streams import stream_alone
+from tests.oracle.fake_streams import MovingContext, stream_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -165,16 +166,16 @@ class Rig:
     ) -> list[int]:
         """As `alone`, where `n_discard` tokens behind the first `n_keep` go whenever the window is full."""
         options, n_window = request.options, self.backend.n_window
-        context, output = list(tokens), list[int]()
+        output, tag = list[int](), tag_of(request.adapters)
         n_keep = min(1 if options.n_keep is None else options.n_keep, len(tokens), n_window - 2)
         n_discard = min(options.n_discard or 0, n_window - n_keep - 1)
+        cells = [token | tag for token in tokens]
+        context = MovingContext(self.backend, cells, n_keep, n_discard, n_window)
         constraint = constraint_of(request)
         while len(output) < n_output and not (output and output[-1] in request.stop_tokens):
             if constraint is not None and is_complete(constraint, output):
                 break
-            while len(context) > n_window:
-                del context[n_keep : n_keep + n_discard]
-            i_output = len(context) - len(output)
+            i_output = len(context.cells) - len(output)
             binding = Binding(
                 Slot(0),
                 i_output,
@@ -185,10 +186,10 @@ class Rig:
                 output=tuple(output),
                 processor=processor_of(request),
             )
-            found = stream_alone(self.backend, context, binding, 1, request.adapters)
+            found = stream_alone(self.backend, context.cells, binding, 1)
             if not found:  # the constraint cannot be followed
                 break
-            context += found
+            context.append(found[0] | tag)
             output += found
         return output
 

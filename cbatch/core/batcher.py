@@ -581,7 +581,7 @@ class MultiRequestBatcher:
         if leave.is_saved and driver.number not in lost:
             self.saved.add(driver)
         else:
-            driver.n_computed = 0
+            driver.keep(0)
         driver.slot = None
         if leave.reason == "parked":
             return
@@ -632,16 +632,19 @@ class MultiRequestBatcher:
         for driver in finished:
             self.retire(driver, has_cells=has_cells)
 
-    def shift(self, driver: SequenceDriver) -> None:
-        """Move the full window of a running sequence; the next plan removes the cells of the tokens that leave it."""
-        if driver.slot is not None:
-            self.cells.shift(driver, driver.slot)
+    def shift_full_windows(self) -> None:
+        """Move the full windows of running sequences; the next plan removes the cells of the tokens that leave."""
+        for driver in self._rows():
+            if driver.is_full and driver.slot is not None:
+                self.cells.shift(driver, driver.slot)
 
     def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
         """Keep only the first `n_cells` cells of a running sequence; the other tokens become pending."""
         if driver.slot is None:
             return
-        driver.n_computed = n_cells
+        n_cells = driver.keep(n_cells)
+        if driver.window is not None:
+            self.cells.rebinds[driver.slot] = None  # removed tokens may be back
         if n_cells:
             self.cells.settle(driver.slot, n_cells)
         else:

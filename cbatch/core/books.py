@@ -249,7 +249,9 @@ def _of_slots(ledger: KvLedger, in_flight: Mapping[str, SequenceDriver]) -> Iter
             yield f"slot {slot} is held by a request that has slot {driver.slot}"
         elif driver.status not in (Status.RUNNING, Status.PAUSED):
             yield f"slot {slot} is held by a request that is {driver.status.name.lower()}"
-        elif not ledger.n_cells[slot] == driver.n_computed < driver.n_tokens <= ledger.n_window:
+        elif not ledger.n_cells[slot] == driver.n_computed < driver.n_tokens or (
+            driver.n_tokens > ledger.n_window and driver.window is None
+        ):
             yield (
                 f"slot {slot} holds {ledger.n_cells[slot]} cells of a request with {driver.n_computed} of "
                 f"{driver.n_tokens} tokens computed"

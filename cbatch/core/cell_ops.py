@@ -81,7 +81,7 @@ class SlotCells:
             copies=tuple(self.copies),
             saves=tuple(self.saves),
             loads=tuple(self.loads),
-            shifts=tuple([(slot, *shift) for slot, shift in self.shifts.items() if shift[1]]),
+            shifts=tuple([(slot, *shift) for slot, shift in self.shifts.items()]),
             forgets=tuple(self.forgets),
             adapters=adapters,
             is_rebuild=is_rebuild,
@@ -115,7 +115,7 @@ class SlotCells:
         self.trim(slot, n_cells)
 
     def shift(self, driver: SequenceDriver, slot: Slot) -> None:
-        """Remove tokens and their cells from a full window."""
+        """Remove from a full window the tokens that leave it, and their cells."""
         n_keep, n_cells = driver.shift()
         self.prefixes.forget(slot)
         self.ledger.trim(slot, self.ledger.n_cells[slot] - n_cells)
@@ -129,9 +129,8 @@ class SlotCells:
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        # the ledger has dropped shifted cells already, the backend has not: trim its slot to the cells before them
-        has_shift = self.shifts.pop(slot, None) is not None
-        if has_shift or n_known < self.ledger.n_cells[slot]:
+        self.shifts.pop(slot, None)  # fewer cells are known than would be left after it
+        if n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)
         self.prefixes.retain(slot, driver, n_known)
 

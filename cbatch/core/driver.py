@@ -98,20 +98,18 @@ class Wait(Enum):
 
 @dataclass(eq=False, slots=True)
 class MovingWindow:
-    """How a full window moves: `n_discard` tokens after the first `n_keep` are removed at once."""
+    """How a full window moves: once it is full of cells, `n_discard` tokens after the first `n_keep` are removed.
+
+    The cells after them were computed while they were there, and are not computed from the remaining tokens: if any is
+    lost, all tokens come back, and the window moves again at the same places. So no loss of cells changes an answer.
+    """
 
     n_keep: int
     n_discard: int
     prompt: tuple[int, ...] = ()
     """The whole prompt, including removed tokens."""
-    n_shifts: int = 0
-    n_early: int = 0
-    """How many of these shifts came before anything was computed, because the tokens did not fit the window."""
-
-    @property
-    def n_left_out(self) -> int:
-        """Tokens of the prompt, and of output to continue, that are never computed."""
-        return self.n_early * self.n_discard
+    n_left_out: int = 0
+    """Tokens of a prompt larger than the window that are never computed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -256,7 +254,7 @@ class SequenceDriver:
     @property
     def is_decoding(self) -> bool:
         """Whether the only pending token is one of the output."""
-        return bool(self.output) and self.n_pending == 1
+        return bool(self.output) and self.n_pending == 1 and not self.is_full
 
     @property
     def n_reusable(self) -> int:
@@ -269,8 +267,7 @@ class SequenceDriver:
     def n_lasting(self) -> int:
         """Leading tokens whose cells other sequences may reuse: those before the first shift of a moving window."""
         window = self.window
-        has_moved = window is not None and window.n_shifts > window.n_early
-        n_lasting = window.n_keep if window and has_moved else len(self.tokens)
+        n_lasting = window.n_keep if window and self.n_removed else len(self.tokens)
         return min(self.n_computed, n_lasting)
 
     @property
@@ -284,9 +281,25 @@ class SequenceDriver:
         return len(self.window.prompt) if self.window else self.n_prompt
 
     @property
+    def n_removed(self) -> int:
+        """Computed tokens that have left the window; 0 if it has not moved since its first cell."""
+        window = self.window
+        if window is None:
+            return 0
+        return len(window.prompt) + len(self.output) - window.n_left_out - len(self.tokens)
+
+    @property
     def n_shifts(self) -> int:
-        """How often the window has moved."""
-        return self.window.n_shifts if self.window else 0
+        """How often the window was full before the last token of the output."""
+        if self.window is None:
+            return 0
+        n_over = self.n_given + max(0, len(self.output) - 1) - self.n_window
+        return max(0, -(-n_over // self.window.n_discard))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its window must move before it goes on."""
+        return self.window is not None and self.n_computed == self.n_window < len(self.tokens)
 
     @property
     def chosen_slot(self) -> Slot | None:
@@ -426,22 +439,27 @@ class SequenceDriver:
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
-    def shift(self, n_times: int = 1) -> tuple[int, int]:
-        """Move the full window `n_times`, and remove the tokens that leave it.
+    def keep(self, n_cells: int) -> int:
+        """Count only the first `n_cells` tokens as computed; return how many, none if the window must move again."""
+        window, n_removed = self.window, self.n_removed
+        if window is not None and n_removed and n_cells < self.n_window - window.n_discard:
+            n_cells, n_after = 0, window.n_keep + window.n_left_out
+            self.tokens = [*self.given[: window.n_keep], *self.given[n_after:], *self.output]
+            self.n_prompt = self.n_given - window.n_left_out
+            self.n_reached += n_removed
+        self.n_computed = n_cells
+        return n_cells
 
-        Returns:
-            How many tokens stay before the removed ones, and how many of the removed ones had cells.
-        """
-        if self.window is None:
-            raise SequenceStateError(f"{self.request.id!r} has no moving window (n_discard)")
-        n_keep, n_discard = self.window.n_keep, n_times * self.window.n_discard
-        del self.tokens[n_keep : n_keep + n_discard]
-        self.window.n_shifts += n_times
-        n_cells = max(0, min(n_discard, self.n_computed - n_keep))
-        self.n_prompt = max(n_keep, self.n_prompt - n_discard)
-        self.n_computed -= n_cells
-        self.n_reached = max(self.n_computed, self.n_reached - n_discard)
-        return n_keep, n_cells
+    def shift(self) -> tuple[int, int]:
+        """Move the full window: return how many tokens stay before the removed ones, and how many are removed."""
+        if self.window is None or not self.is_full:
+            raise SequenceStateError(f"{self.request.id!r} has no full moving window (n_discard)")
+        n_keep, n = self.window.n_keep, self.window.n_discard
+        del self.tokens[n_keep : n_keep + n]
+        self.n_prompt = max(n_keep, self.n_prompt - n)
+        self.n_computed -= n
+        self.n_reached -= n
+        return n_keep, n
 
     # ---- a step ----
 

@@ -113,7 +113,7 @@ class PrefixCache:
         """Record that a slot will hold a sequence's prompt."""
         self._use(slot)
         window = driver.window
-        n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
+        n_known = window.n_keep if window and driver.n_removed else driver.n_prompt
         self.forget(slot)
         if self.can_retain(driver):
             self._index.put(slot, _text(driver, n_known))

@@ -97,7 +97,7 @@ class SavedCells:
         for saved in [self._saved[key] for key in keys if key in self._saved]:
             if self.take(saved.driver.number):
                 from_disk.append(saved.driver)
-            saved.driver.n_computed = 0
+            saved.driver.keep(0)
         return from_disk
 
 

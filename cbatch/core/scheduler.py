@@ -112,9 +112,10 @@ class ContinuousBatchScheduler:
         """Whether the last run found no free cell and the next plan can free some."""
 
     def begin_step(self, now: float) -> None:
-        """Handle deadlines and finished waits before a plan; see `MultiRequestBatcher.begin_step`."""
+        """Handle deadlines, finished waits and full windows before a plan; see `MultiRequestBatcher`."""
         ending = self._past_quantum(self.batcher.slot_plan()) if self._quantum else ()
         self.batcher.begin_step(now, ending)
+        self.batcher.shift_full_windows()
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None if there is nothing to do. Changes nothing."""
@@ -162,7 +163,6 @@ class ContinuousBatchScheduler:
         if result.code:
             self._contain(drivers, step, result, now)
         self.bisection.clear()  # a cleared suspect may lose its cells in the next plan
-        self._shift_full_windows(plan)
         return drivers
 
     # ---- changes of slots ----
@@ -278,10 +278,9 @@ class ContinuousBatchScheduler:
         is_decoding = is_watched = False
         for driver in group:
             slot, start = placed.get(driver) or (driver.slot, driver.n_computed)
-            n_tokens = len(driver.tokens)
-            if slot is None or n_tokens > driver.n_window:  # its window must move first
+            if slot is None or start == driver.n_window:  # its window must move first
                 continue
-            if n_tokens - start > 1:
+            if len(driver.tokens) - start > 1:
                 prefills.append(Pending(driver, slot, start))
                 continue
             if len(shares) < n_free:
@@ -357,7 +356,7 @@ class ContinuousBatchScheduler:
         for driver in group:
             n_computed = slot_plan.n_computed(driver)
             n_wanted += len(driver.tokens) - n_computed
-            n_steps = min(n_steps, driver.n_room)
+            n_steps = min(n_steps, max(1, driver.n_room))
             if self._has_whole_pictures:
                 n_most = max(n_most, n_rows_at(driver.picture_edges, n_computed))
         slot_plan.make_room(min(n_most, n_wanted) + n_steps * len(group))
@@ -368,7 +367,7 @@ class ContinuousBatchScheduler:
         if self._cuts:
             wanted = [p.n_chunk(self._cuts, self._n_batch) for p in prefills]
         else:
-            wanted = [min(p.n, n_chunk) for p in prefills]
+            wanted = [min(p.n_fitting, n_chunk) for p in prefills]
         if self._has_whole_pictures:
             wanted = [max(n, p.n_rows) for n, p in zip(wanted, prefills, strict=True)]
         if self._has_checkpoints:
@@ -529,20 +528,15 @@ class ContinuousBatchScheduler:
         if n_later and not n_drafts:
             self.costs.learn_decode(n_rows, busy * later_s / n_later)
 
-    def _shift_full_windows(self, plan: Plan) -> None:
-        """Move full windows of requests that ask for it; the next plan removes the cells of the tokens that leave."""
-        for driver in (*plan.rows, *plan.slot_plan.placed):
-            if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
-                self.batcher.shift(driver)
-
     # ---- failures ----
 
     def _contain(
         self, drivers: Sequence[SequenceDriver], step: StepPlan, result: StepResult, now: float
     ) -> None:
         """Handle a failed step by its return code: correct the cells, and search for the culprit."""
+        n_new = [len(tokens) for tokens in result.tokens] if result.n_steps else [0] * len(drivers)
         n_past = {
-            d: c.start + len(c.inputs) + (len(result.tokens[i]) if result.n_steps else 0)
+            d: d.n_removed + c.start + len(c.inputs) + n_new[i]
             for i, (d, c) in enumerate(zip(drivers, step.spans, strict=True))
             if d.status is Status.RUNNING
         }
@@ -603,12 +597,12 @@ def _n_single(drivers: Sequence[SequenceDriver]) -> int:
 class FaultBisection:
     """Finds the sequence that makes a step fail: a stack of groups of suspects, each computed apart from the others.
 
-    A suspect is cleared when it has cells past the place of the failure, so a failure that does not recur ends no
-    sequence. Finding one culprit among n sequences takes about 2 log₂ n steps.
+    A suspect is cleared when it has computed its tokens past the place of the failure, so a failure that does not recur
+    ends no sequence. Finding one culprit among n sequences takes about 2 log₂ n steps.
     """
 
     def __init__(self) -> None:
-        self._groups: list[dict[SequenceDriver, int]] = []  # by suspect, the cells that clear it
+        self._groups: list[dict[SequenceDriver, int]] = []  # by suspect, the tokens that clear it
 
     def suspects(self, leaving: Container[SequenceDriver] = ()) -> list[SequenceDriver]:
         """Return the group to compute next, without any other sequence; empty if there is no suspect.
@@ -630,7 +624,7 @@ class FaultBisection:
                 return
 
     def suspect(self, n_clear: Mapping[SequenceDriver, int]) -> None:
-        """Add the sequences of a failed step in two halves; `n_clear` cells clear each."""
+        """Add the sequences of a failed step in two halves; `n_clear` computed tokens clear each."""
         suspects = list(n_clear.items())
         half = (len(suspects) + 1) // 2
         self._groups += [dict(part) for part in (suspects[half:], suspects[:half]) if part]
@@ -646,4 +640,4 @@ class FaultBisection:
 
 
 def _is_suspect(driver: SequenceDriver, n_clear: int) -> bool:
-    return driver.status is Status.RUNNING and driver.n_computed < n_clear
+    return driver.status is Status.RUNNING and driver.n_removed + driver.n_computed < n_clear

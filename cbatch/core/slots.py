@@ -466,7 +466,7 @@ class Demand:
     def join(self, driver: SequenceDriver, n_computed: int) -> None:
         """Add a running sequence with `n_computed` cells."""
         self._is_worst_case |= driver.n_preempted >= N_PREEMPTED_MAX
-        n_pending = driver.n_tokens - n_computed
+        n_pending = min(driver.n_tokens, driver.n_window) - n_computed
         self._n_coming += n_pending + self._estimator.n_expected(driver, is_worst_case=False)
         self._n_coming_at_worst += n_pending + self._estimator.n_expected(
             driver, is_worst_case=True
@@ -532,5 +532,5 @@ def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
     highest = ledger.holders[used[-1]]
     if highest is None or highest.chosen_slot is not None:
         return None
-    is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
+    is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_removed
     return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

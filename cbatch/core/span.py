@@ -240,6 +240,11 @@ class Pending(NamedTuple):
         """Number of pending tokens, which are all computed before the next output."""
         return len(self.driver.tokens) - self.start
 
+    @property
+    def n_fitting(self) -> int:
+        """Number of pending tokens that are computed before the window is full."""
+        return min(len(self.driver.tokens), self.driver.n_window) - self.start
+
     def n_whole(self, n: int) -> int:
         """Return how many of the next `n` tokens can be computed without a part of a picture."""
         return max(0, self.driver.n_whole(ANYWHERE, self.start + n) - self.start)

@@ -99,7 +99,7 @@ def set_prompt(
 
 
 def _keep_in_window(driver: SequenceDriver, n_asked: int, n_asked_to_discard: int) -> None:
-    """Make the window a moving one, and move it at once if what there is does not fit; warn where limits differ."""
+    """Make the window a moving one, and leave out tokens of a prompt that does not fit; warn where limits differ."""
     n_prompt, n_window = driver.n_prompt, driver.n_window
     n_keep = min(n_asked, n_prompt, n_window - 2)
     n_discard = min(n_asked_to_discard, n_window - n_keep - 1)
@@ -114,10 +114,11 @@ def _keep_in_window(driver: SequenceDriver, n_asked: int, n_asked_to_discard: in
     if n_discard < n_asked_to_discard:
         why = f"the window has {n_window} tokens, of which {n_keep} are kept"
         driver.warnings.append(f"n_discard is {n_discard}, not {n_asked_to_discard}: {why}")
-    n_over = driver.n_tokens - n_window
-    if driver.n_prompt > n_window or n_over > n_discard:  # else its cells, if there are any, move
-        driver.shift(-(-n_over // n_discard))
-        window.n_early = window.n_shifts
+    n_over = n_prompt - n_window
+    if n_over > 0:
+        window.n_left_out = n_left_out = -(-n_over // n_discard) * n_discard
+        del driver.tokens[n_keep : n_keep + n_left_out]
+        driver.n_prompt -= n_left_out
         driver.warnings.append(
-            f"{window.n_left_out} tokens after the first {n_keep} were left out (n_discard): a window has {n_window}"
+            f"{n_left_out} tokens after the first {n_keep} were left out (n_discard): a window has {n_window}"
         )

@@ -240,8 +240,4 @@ def check_extension(result: BatchResult, n_tokens: int) -> int:
             f"result {result.id!r} ended by {result.finish_reason!r}: only results that ended by "
             f"{', '.join(EXTENSIBLE)} can be extended"
         )
-    if result.usage.context_shifts:
-        raise ConfigError(
-            f"result {result.id!r} lost tokens from its moving window and cannot be extended"
-        )
     return n_more

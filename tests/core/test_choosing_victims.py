@@ -89,7 +89,7 @@ def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: KvCapabilities
     [
         (at(2, n_cap=N_WORTH_MOVE), True),
         (at(2, n_cap=N_WORTH_MOVE - 1), False),
-        (at(2, window=MovingWindow(1, 4, n_shifts=1)), False),
+        (at(2, window=MovingWindow(1, 4, (0,) * 9)), False),
         (at(2, status=Status.PAUSED), False),
         (at(2, n_computed=0), False),
     ],

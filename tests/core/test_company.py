@@ -299,8 +299,7 @@ def check_extensions(
 
 
 def can_extend(result: BatchResult) -> bool:
-    is_open = result.error is None and result.finish_reason in EXTENSIBLE
-    return is_open and not result.usage.context_shifts
+    return result.error is None and result.finish_reason in EXTENSIBLE
 
 
 def check_workload(engine: Engine, workload: Workload) -> None:

@@ -265,7 +265,8 @@ def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
 def full(n_prompt: int) -> SequenceDriver:
     """A sequence of 17 tokens, one more than its window has."""
     driver = make_running(n_prompt, n_keep=2, n_discard=4, max_tokens=30)
-    driver.accept(n_prompt, [A] * (17 - n_prompt), 2.0)
+    n_computed = driver.n_prompt
+    driver.accept(n_computed, [A] * (17 - n_computed), 2.0)
     return driver
 
 
@@ -279,28 +280,31 @@ def test_shift_takes_the_prompt_behind_what_is_kept_and_it_is_told_whole(
     assert (driver.n_given, driver.given) == (n_prompt, tuple(range(n_prompt)))
 
 
-def test_shift_of_what_is_computed_again_remembers_how_far_it_was() -> None:
+@pytest.mark.parametrize("n_left_out", [0, 8])
+def test_window_that_lost_cells_from_before_its_move_begins_again(n_left_out: int) -> None:
+    driver = full(10 + n_left_out)
+    before = books_of(driver)
+    driver.shift()
+    after = books_of(driver)
+    assert driver.keep(12) == 12
+    assert books_of(driver) == after
+    assert driver.keep(11) == 0
+    driver.n_computed = 16
+    assert books_of(driver) == before
+    driver.shift()
+    assert books_of(driver) == after
+
+
+def test_window_moves_only_when_all_of_it_has_cells() -> None:
     driver = full(10)
-    driver.n_computed = 5
-    assert driver.shift() == (2, 3)
-    assert (driver.n_computed, driver.n_reached) == (2, 12)
-
-
-@pytest.mark.parametrize("n_prompt", [14, 5])
-@pytest.mark.parametrize("n_computed", [0, 5, 16])
-def test_several_moves_at_once_leave_what_they_leave_one_by_one(
-    n_prompt: int, n_computed: int
-) -> None:
-    at_once, by_one = full(n_prompt), full(n_prompt)
-    at_once.n_computed = by_one.n_computed = n_computed
-    _, n_cells = at_once.shift(3)
-    assert n_cells == sum([by_one.shift()[1] for _ in range(3)])
-    assert books_of(at_once) == books_of(by_one)
+    driver.keep(15)
+    with pytest.raises(SequenceStateError, match="no full moving window"):
+        driver.shift()
 
 
 def books_of(driver: SequenceDriver) -> tuple[object, ...]:
-    counters = driver.n_prompt, driver.n_computed, driver.n_reached, driver.n_shifts
-    return driver.tokens, driver.given, driver.n_lasting, *counters
+    counters = driver.n_prompt, driver.n_computed, driver.n_reached, driver.n_removed
+    return [*driver.tokens], driver.given, driver.n_lasting, *counters
 
 
 def test_pieces_of_a_prompt_that_others_score_are_as_small() -> None:

@@ -582,7 +582,7 @@ def extensions(
     for request, item in zip(requests, workload.items, strict=True):
         result = rig.results[request.id]
         is_open = result.error is None and result.finish_reason in EXTENSIBLE
-        if item.extend_by is None or not is_open or result.usage.context_shifts:
+        if item.extend_by is None or not is_open:
             continue
         n_prompt = len(item.prompt)
         n_echoed = n_prompt if item.echo and rig.drivers[request.id].has_run else 0

@@ -11,7 +11,6 @@ from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, PrefixSource
 from cbatch.core.span import PromptCuts
-from cbatch.options import Grammar
 from cbatch.support import prefix_index
 from tests.helpers import (
     Rig,
@@ -738,27 +737,6 @@ def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None
     assert known_of(rig, "a") == 3
     drive(rig)
     assert rig.results["a"].token_ids == tuple(rig.alone(request, 60))
-
-
-def test_window_that_was_to_move_does_not_once_its_sequence_has_left() -> None:
-    """Forced tokens fill the window before they have cells, so the ledger knows of no more cells than are kept."""
-    memory = replace(partitioned(32), can_shift=True)
-    rig = make_rig(1, n_window=32, n_batch=32, memory=memory)
-    prompt = [*range(10)]
-    first = make_request(
-        "a", prompt, temperature=1.0, max_tokens=200, n_keep=10, n_discard=21, seed=0
-    )
-    rig.submit(replace(first, grammar=Grammar("regex", "0")))
-    for _ in range(200):
-        step(rig)
-        if rig.state.cells.shifts and rig.ledger.n_cells[0] == 10:
-            break
-    assert rig.state.cells.shifts == {0: (10, 19)}
-    rig.cancel("a")
-    second = make_request("b", [*prompt[:5], 99, 98, 97], max_tokens=3)
-    rig.submit(second)
-    drive(rig)
-    assert rig.results["b"].token_ids == tuple(rig.alone(second, 3))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
-from tests.oracle.fake_streams import stream_alone
+from tests.oracle.fake_streams import MovingContext, stream_alone
 from tests.places import (
     ENDLESS,
     Place,
@@ -59,14 +59,12 @@ def moving(
     seed: int = 1,
 ) -> tuple[int, ...]:
     """What a prompt gives alone where `n_discard` tokens behind the first `n_keep` go when the window is full."""
-    backend, context, output = FakeBackend(1), list(tokens), list[int]()
+    backend, output = FakeBackend(1), list[int]()
+    context = MovingContext(backend, tokens, n_keep, n_discard, n_window)
     while len(output) < n:
-        while len(context) > n_window:
-            del context[n_keep : n_keep + n_discard]
-        binding = Binding(
-            Slot(0), len(context) - len(output), Sampling(seed=seed), (), (*tokens, *output)
-        )
-        output += stream_alone(backend, context, binding, 1)
+        i_output = len(context.cells) - len(output)
+        binding = Binding(Slot(0), i_output, Sampling(seed=seed), (), (*tokens, *output))
+        output += stream_alone(backend, context.cells, binding, 1)
         context.append(output[-1])
     return tuple(output)
 
@@ -494,9 +492,9 @@ def test_movers_in_a_pool_each_begin_with_the_file(any_way: Place) -> None:
 
 
 def full(engine: Engine, id: str, n_more: int = 0) -> None:
-    """Step until a window was full and has moved in the ledger, its cells not yet."""
+    """Step until a window is full and moves in the next step."""
     batcher = batcher_of(engine)
-    while id not in batcher.in_flight or not batcher.in_flight[id].n_shifts:
+    while id not in batcher.in_flight or not batcher.in_flight[id].is_full:
         assert engine.step()
     steps(engine, n_more)
 
@@ -520,6 +518,30 @@ def test_mover_paused_at_the_border_goes_on_in_its_slot_and_out_of_it(
         assert engine.resume("0")
         [result] = by_hand.results(response)
         assert result.token_ids == moved(0)
+
+
+@thread_only(Reason.BY_HAND)
+@pytest.mark.parametrize("swap_mib", [0, 64])
+@pytest.mark.parametrize("pause_every", [3, 16, 27])
+def test_mover_that_is_parked_at_each_pause_changes_no_token(
+    by_hand: Place, pause_every: int, swap_mib: int
+) -> None:
+    memory = KvCapabilities(
+        "partitioned", W, can_save=True, can_shift=True, saved_bytes_per_cell=1024
+    )
+    engine = by_hand.engine(1, W, memory=memory, schedule={"swap_mib": swap_mib}, n_batch=64)
+    response = engine.run(movers(1, max_tokens=200, pause_every=pause_every))
+    n_parked = 0
+    while ids_in_flight(engine):
+        if batcher_of(engine).is_paused("0"):
+            assert by_hand.result(engine, text_of(9, 3)).token_ids == expected(text_of(9, 3))
+            n_parked += engine.resume("0")
+        engine.step()
+    [result] = by_hand.results(response)
+    assert result.token_ids == moved(0, 200)
+    assert n_parked == 199 // pause_every
+    stats = engine.stats()
+    assert bool(stats.n_recomputed_tokens) == (swap_mib == 0)
 
 
 @thread_only(Reason.BY_HAND)
@@ -553,11 +575,21 @@ def test_mover_that_ended_at_the_border_is_extended(any_way: Place, n_first: int
     assert engine.stats().n_prompt_tokens == 20
 
 
-def test_result_whose_window_has_moved_is_not_extended(any_way: Place) -> None:
-    engine = any_way.engine(2, W)
-    [first] = any_way.results(engine.run(movers(1)))
-    with pytest.raises(ConfigError, match="lost tokens from its moving window"):
-        engine.extend(first, 5)
+@pytest.mark.parametrize("n_prompt", [20, W - 1, W, W + 31, 3 * W + 5])
+@pytest.mark.parametrize("n_first", [1, 2, 33, 200])
+@pytest.mark.parametrize("is_flooded", [False, True])
+def test_extended_mover_has_the_answer_of_one_run(
+    any_way: Place, n_prompt: int, n_first: int, is_flooded: bool
+) -> None:
+    engine = any_way.engine(1, W)
+    tokens, options = text_of(n_prompt), {"n_keep": 5, "n_discard": 32}
+    first = any_way.result(engine, tokens, max_tokens=n_first, **options)
+    if is_flooded:
+        any_way.result(engine, text_of(90, 3), max_tokens=3)
+    [result] = any_way.results(engine.extend(first, 100))
+    n_all = n_first + 100
+    assert result.token_ids == moving(tokens, n_all, n_keep=5, n_discard=32)
+    assert result.usage.context_shifts == n_moves(n_prompt, n_all, 32)
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -573,14 +605,14 @@ def test_failed_steps_change_no_token(place: Place, code: int, is_pool: bool) ->
 
 
 class Struck(FakeBackend):
-    """Ctrl-C strikes in each third run that moves cells, before its work or after it."""
+    """Ctrl-C strikes in runs that move cells, more and more rarely, before their work or after it."""
 
     n_moves = 0
     is_late = False
 
     def run(self, plan: StepPlan) -> StepResult:
         self.n_moves += bool(plan.shifts)
-        strikes = plan.shifts and self.n_moves % 3 == 1
+        strikes = plan.shifts and self.n_moves.bit_count() == 1
         if strikes and self.is_late:
             super().run(plan)
         if strikes:

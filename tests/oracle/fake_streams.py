@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.backend.fake.fake_tokens import fake_score, matcher_of, mix, state_after, tag_of
+from cbatch.backend.fake.fake_tokens import (
+    fake_score,
+    matcher_of,
+    mix,
+    shifted,
+    state_after,
+    tag_of,
+)
 from cbatch.core.plan import GrammarStep, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -54,6 +61,30 @@ def stream_alone(
             break
         state = mix(state, output[-1] | tag)
     return output
+
+
+class MovingContext:
+    """The cells of a sequence alone whose window moves when it is full, and the last token, which has none yet."""
+
+    def __init__(
+        self,
+        backend: FakeBackend,
+        tokens: Sequence[int],
+        n_keep: int,
+        n_discard: int,
+        n_window: int,
+    ) -> None:
+        self.cells = list(tokens)
+        self._start, self._sizes = backend.start, (n_keep, n_discard)
+        self._n_window = n_window
+        while len(self.cells) > n_window:
+            del self.cells[n_keep : n_keep + n_discard]
+
+    def append(self, cell: int) -> None:
+        """Add a token; if it is one too many, those that leave go before it is computed."""
+        if len(self.cells) == self._n_window:
+            self.cells = shifted(self._start, self.cells, *self._sizes)
+        self.cells.append(cell)
 
 
 def scores_alone(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cbatch.backend.fake.fake_tokens import state_after
+from cbatch.backend.fake.fake_tokens import shifted, state_after
 from cbatch.backend.plan_check import PlanCheck
 from cbatch.core.plan import KvCapabilities, Slot, StepPlan
 from cbatch.core.span import Span
@@ -84,7 +84,7 @@ class FakeCells:
         for slot, n_kept, n in plan.shifts:
             cells = self.cells[slot]
             if len(cells) >= n_kept + n:  # else they were lost
-                self.put(slot, cells[:n_kept] + cells[n_kept + n :], self._numbers[slot][:n_kept])
+                self.put(slot, shifted(self._start, cells, n_kept, n), self._numbers[slot][:n_kept])
         return (*lost, *unloaded)
 
     def _save(self, slot: Slot, key: int) -> bool:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 END_TOKEN = 256
 _MASK = 2**64 - 1
+_TAG_SHIFT = 24
+"""Above the bits of a token."""
 
 
 @dataclass(eq=False)
@@ -164,6 +166,12 @@ def state_after(state: int, cells: Sequence[int]) -> int:
     return state
 
 
+def shifted(start: int, cells: Sequence[int], n_kept: int, n: int) -> list[int]:
+    """Return what stays when `n` cells after the first `n_kept` are removed: later ones still depend on them."""
+    gone = zlib.crc32(b"%d" % state_after(start, cells[: n_kept + n])) << _TAG_SHIFT
+    return [*cells[:n_kept], *[cell ^ gone for cell in cells[n_kept + n :]]]
+
+
 def fake_logprobs(token: int, n_top: int) -> TokenLogprobs:
     """Return what the fake backend reports of a token, a function of it alone: it is the likeliest, id 0 comes next."""
     if token < 0:
@@ -182,7 +190,7 @@ def fake_score(state: int, token: int, n_top: int) -> TokenLogprobs:
 
 def tag_of(adapters: AdapterSet) -> int:
     """Return bits above those of a token that tell apart cells computed with other adapters."""
-    return zlib.crc32(repr(adapters).encode()) << 24 if adapters else 0
+    return zlib.crc32(repr(adapters).encode()) << _TAG_SHIFT if adapters else 0
 
 
 @dataclass(frozen=True, slots=True)
