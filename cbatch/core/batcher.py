@@ -578,6 +578,8 @@ class MultiRequestBatcher:
 
     def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
         driver = leave.driver
+        if leave.is_full:
+            driver.unshift()
         if leave.is_saved and driver.number not in lost:
             self.saved.add(driver)
         else:

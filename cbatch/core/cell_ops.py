@@ -122,6 +122,13 @@ class SlotCells:
         self.shifts[slot] = n_keep, n_cells
         self.rebinds[slot] = None
 
+    def unshift(self, slot: Slot) -> int:
+        """Drop a move that the backend has yet to do; return how many cells it would have removed."""
+        n_cells = self.shifts.pop(slot, (0, 0))[1]
+        if n_cells:
+            self.ledger.add(slot, n_cells)
+        return n_cells
+
     def leave(self, driver: SequenceDriver, slot: Slot) -> None:
         """Retain a leaving sequence's cells in its slot, or empty the slot if they are of no use."""
         n_known = self.n_known(driver, slot)

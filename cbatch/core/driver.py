@@ -441,14 +441,26 @@ class SequenceDriver:
 
     def keep(self, n_cells: int) -> int:
         """Count only the first `n_cells` tokens as computed; return how many, none if the window must move again."""
-        window, n_removed = self.window, self.n_removed
-        if window is not None and n_removed and n_cells < self.n_window - window.n_discard:
-            n_cells, n_after = 0, window.n_keep + window.n_left_out
-            self.tokens = [*self.given[: window.n_keep], *self.given[n_after:], *self.output]
-            self.n_prompt = self.n_given - window.n_left_out
-            self.n_reached += n_removed
+        window = self.window
+        if window and self.n_removed and n_cells < self.n_window - window.n_discard:
+            n_cells = 0
+            self._bring_back(window, self.n_removed)
         self.n_computed = n_cells
         return n_cells
+
+    def unshift(self) -> None:
+        """Take back the last move of the window, whose cells are still there."""
+        if self.window is not None:
+            self._bring_back(self.window, self.window.n_discard)
+            self.n_computed += self.window.n_discard
+
+    def _bring_back(self, window: MovingWindow, n: int) -> None:
+        """Put the last `n` removed tokens back."""
+        n_gone = window.n_left_out + self.n_removed - n
+        text = (*self.given, *self.output)
+        self.tokens = [*text[: window.n_keep], *text[window.n_keep + n_gone :]]
+        self.n_prompt = max(window.n_keep, self.n_given - n_gone)
+        self.n_reached += n
 
     def shift(self) -> tuple[int, int]:
         """Move the full window: return how many tokens stay before the removed ones, and how many are removed."""

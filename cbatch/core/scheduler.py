@@ -183,13 +183,9 @@ class ContinuousBatchScheduler:
             slot_plan.compact()
 
     def _end_turns(self, slot_plan: SlotPlan) -> None:
-        """Take slots from sequences past their quantum: those that waiting ones chose, and as many more as are needed.
-
-        Cells with a pending shift cannot be saved, so their sequence keeps its slot for one more step.
-        """
+        """Take slots from sequences past their quantum: those that waiting ones chose, and as many as are needed."""
         queue, n_free = slot_plan.batcher.queue, slot_plan.ledger.n_free_slots
-        over = [d for d in self._past_quantum(slot_plan) if d.slot not in slot_plan.cells.shifts]
-        over.sort(key=lambda d: -d.n_turn)
+        over = sorted(self._past_quantum(slot_plan), key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
         others = [d for d in over if d not in chosen]
         for driver in (*chosen, *others[: max(0, len(queue) - queue.n_chosen - n_free)]):

@@ -59,6 +59,8 @@ class Leave(NamedTuple):
     driver: SequenceDriver
     reason: Reason
     is_saved: bool
+    is_full: bool = False
+    """Whether its window was to move in this plan. It moves when the sequence has a slot again."""
 
 
 class Place(NamedTuple):
@@ -197,16 +199,18 @@ class SlotPlan:
         cells, slot = self._edit(), driver.slot
         if slot is None:
             return
-        self.leaves.append(Leave(driver, reason, self._save(driver, slot)))
+        n_back = cells.unshift(slot)
+        is_saved = self._save(driver, slot, driver.n_computed + n_back)
+        self.leaves.append(Leave(driver, reason, is_saved, n_back > 0))
         cells.ledger.free(slot)
         cells.leave(driver, slot)
 
-    def _save(self, driver: SequenceDriver, slot: Slot) -> bool:
+    def _save(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
         """Save the cells of a leaving sequence if possible; return whether they are saved."""
         cells, saved = self.cells, self.batcher.saved
-        n_bytes = saved.n_bytes_of(driver.n_computed)
+        n_bytes = saved.n_bytes_of(n_cells)
         has_room = self._n_saved_bytes + n_bytes <= saved.n_bytes_max
-        if not n_bytes or not has_room or slot in cells.trims or slot in cells.shifts:
+        if not n_bytes or not has_room or slot in cells.trims:
             return False
         self._n_saved_bytes += n_bytes
         cells.saves.append((slot, driver.number))
@@ -220,7 +224,7 @@ class SlotPlan:
         if mover is None or mover.slot is None:
             return
         cells, slot = self._edit(), _first_gap(self.ledger)
-        if not self.ledger.memory.can_copy and not self._save(mover, mover.slot):
+        if not self.ledger.memory.can_copy and not self._save(mover, mover.slot, mover.n_computed):
             return
         cells.ledger.assign(slot, mover)
         cells.move(mover, mover.slot, slot)

@@ -286,6 +286,9 @@ def test_window_that_lost_cells_from_before_its_move_begins_again(n_left_out: in
     before = books_of(driver)
     driver.shift()
     after = books_of(driver)
+    driver.unshift()
+    assert books_of(driver) == before
+    driver.shift()
     assert driver.keep(12) == 12
     assert books_of(driver) == after
     assert driver.keep(11) == 0

@@ -385,6 +385,22 @@ def test_turns_change_no_token(place: Place, swap_mib: int, quantum: int) -> Non
     assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
 
 
+@thread_only(Reason.LONG)
+@pytest.mark.parametrize("n_discard", [1, 2])
+def test_window_that_moves_in_each_step_lets_others_have_their_turns(
+    place: Place, n_discard: int
+) -> None:
+    schedule = {"policy": "round_robin", "quantum": 4}
+    engine = place.engine(1, W, schedule=schedule)
+    long = item(text_of(W), "long", max_tokens=100, n_discard=n_discard)
+    response = engine.run([long, item(text_of(9), "short", max_tokens=5)])
+    first, second = place.results(response)
+    assert first.token_ids == moving(text_of(W), 100, n_discard=n_discard)
+    assert second.token_ids == expected(text_of(9), 5)
+    assert engine.stats().n_recomputed_tokens == 0
+    assert first.timings.queue_s < second.timings.queue_s < first.timings.total_s
+
+
 @no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize(
     ("n_cells", "swap_mib", "kind"),
