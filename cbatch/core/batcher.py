@@ -637,7 +637,7 @@ class MultiRequestBatcher:
     def shift_full_windows(self) -> None:
         """Move the full windows of running sequences; the next plan removes the cells of the tokens that leave."""
         for driver in self._rows():
-            if driver.is_full and driver.slot is not None:
+            if driver.window is not None and driver.is_full and driver.slot is not None:
                 self.cells.shift(driver, driver.slot)
 
     def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:

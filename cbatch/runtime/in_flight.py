@@ -245,6 +245,8 @@ class InFlight:
 
         Return whether more can be queued. Owner thread.
         """
+        if not (self._late or self._given_up):
+            return False
         is_closed = self._loop.is_closed
         gone = [*islice(self._given_up, None if is_closed else N_ENDED_MAX)]
         for driver in gone:
