@@ -456,7 +456,8 @@ class Engine:
         is_streamed = check_flag("streamed", streamed)
         before = self.stats() if view else None
         is_deduped = check_flag("dedupe", dedupe)
-        if is_deduped and not is_source(prompts):
+        is_list = not is_source(prompts)
+        if is_deduped and is_list:
             prompts = iter(as_prompts(cast("Prompt | Iterable[Prompt]", prompts)))
         if is_source(prompts):
             source = self._source_of(prompts)
@@ -464,7 +465,7 @@ class Engine:
                 0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again, is_streamed=is_streamed
             )
             mailbox.copies = Copies() if is_deduped else None
-            self._submitter.feed(source, run_options, ends_s, mailbox)
+            self._submitter.feed(source, run_options, ends_s, mailbox, reads_all=is_list)
         else:
             items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))
             mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)

@@ -254,7 +254,9 @@ class SequenceDriver:
     @property
     def is_decoding(self) -> bool:
         """Whether the only pending token is one of the output."""
-        return bool(self.output) and self.n_pending == 1 and (self.window is None or not self.is_full)
+        return (
+            bool(self.output) and self.n_pending == 1 and (self.window is None or not self.is_full)
+        )
 
     @property
     def n_reusable(self) -> int:

@@ -182,12 +182,16 @@ class Submitter:
         ends_s: float,
         mailbox: Mailbox,
         reading: FeedReading = AS_PROMPTS,
+        *,
+        reads_all: bool = False,
     ) -> None:
         """Submit prompts as they are read from `source`, until the source or the batch ends.
 
-        `reading` tells what the source gives.
+        Args:
+            source: of prompts, or of what `reading` tells.
+            ends_s: no prompt is read afterwards, unless `reads_all`: later ones end with a `DeadlineError`.
         """
-        if ends_s < math.inf:
+        if ends_s < math.inf and not reads_all:
             self._runtime.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(
             source, mailbox, partial(self._put, mailbox, options, ends_s, reading)

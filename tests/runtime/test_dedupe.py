@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cbatch import BatchPrompt, Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import ConfigError, PromptTooLongError
+from cbatch.errors import ConfigError, DeadlineError, PromptTooLongError
 from cbatch.files import run_file
 from cbatch.runtime import copies
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, N_COPIES_AHEAD
@@ -230,3 +230,15 @@ def test_equal_lines_of_a_file_have_a_record_each(engine: Engine, tmp_path: Path
         assert engine.stats().n_submitted == (5 if dedupe else 50)
     assert outputs[0] == outputs[1]
     assert len(outputs[0]) == 50
+
+
+@pytest.mark.parametrize("max_time_s", [1e-6, 0.01])
+def test_each_prompt_of_a_list_has_a_result_after_the_time_is_over(
+    engine: Engine, max_time_s: float
+) -> None:
+    items = [f"{i % 40}" for i in range(300)]
+    response = engine.run(items, options=GREEDY, dedupe=True, max_time_s=max_time_s)
+    results = response.results(return_errors=True)
+    assert [result.id for result in results] == [*response.ids]
+    assert len(results) == 300
+    assert {type(result.error) for result in results} <= {type(None), DeadlineError}
