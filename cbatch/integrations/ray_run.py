@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
@@ -19,7 +20,8 @@ from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.files.input.columnar import import_pyarrow, rows_of
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
-from cbatch.files.settings import FileOptions, split_settings
+from cbatch.files.output.identity import mark_of
+from cbatch.files.settings import FileOptions, read_to_load, split_settings
 from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
@@ -34,6 +36,12 @@ _TAKEN = ("template", "system", "is_raw", "output_column", "keep_columns", "repl
 
 _ROW_HASH = "row_hash"
 """The column by which Ray knows a row again: of the file's path and the row's place in it."""
+
+_OF_ANSWERS = ("adapters", "cache_type_", "chat_template", "exact", "rope_", "yarn_")
+"""How the names of settings of an engine begin that change answers."""
+
+_MARKS = "files"
+"""In the folder's settings: marks of the content of files."""
 
 _SETTINGS, _DONE = "_cbatch.json", "_done"  # readers of folders of Parquet leave such names out
 
@@ -248,6 +256,11 @@ class _RayJob:
             "input": sorted(f"{path} {n_bytes}" for _, path, n_bytes in self._inputs()),
             "model": self._spec.model or "the model shipped with cbatch",
             "options": given,
+            "settings": {
+                name: repr(value)
+                for name, value in self._spec.settings.items()
+                if name.startswith(_OF_ANSWERS)
+            },
             "rows": {name: repr(value) for name, value in self._rows.items()},
             "format": "parquet" if self._is_parquet else "jsonl",
         }
@@ -268,13 +281,21 @@ class _RayJob:
                     f"{self._output}: has files that cbatch did not write: give another -o"
                 ) from None
         differ = [name for name in said if before is not None and before.get(name) != said[name]]
+        marks = self._marks_of_files()
+        noted = (before or {}).get(_MARKS, {})
+        differ += [file for file in marks if noted.get(file, marks[file]) != marks[file]]
         if differ and not self._asked.force:
             raise ConfigError(
                 f"{self._output}: was made with another {', '.join(differ)}: use the same, or another -o; --force "
                 "keeps those answers, and answers the other rows with the new settings"
             )
         with self._files.open_output_stream(path) as file:
-            file.write(dump(said))
+            file.write(dump({**said, _MARKS: {**noted, **marks}}))
+
+    def _marks_of_files(self) -> dict[str, str]:
+        """Return a mark of the content of each file that is loaded, as far as this machine has them."""
+        places = map(Path, read_to_load(self._spec.model, self._spec.settings))
+        return {str(place): mark_of(place) for place in places if place.is_file()}
 
     # ---- the work ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tests.integrations.clusters import PATIENCE_S, WORDS, wait_until, with_ray
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.conftest import SynthFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -120,6 +123,35 @@ def test_run_continues_with_the_rows_that_a_killed_driver_left(
     assert n_new == 60 - n_before  # no row was computed twice
     assert run(*args).exit_code == 1  # nothing is left; two rows have errors
     assert [row["n"] for row in answers(out)] == [*range(60)]
-    other = run(*args, "--seed", "3")
-    assert other.exit_code == 2
-    assert "was made with another options" in other.output
+    for more, what in (
+        (["--seed", "3"], "another options"),
+        (["--chat-template", "chatml"], "another settings"),
+    ):
+        other = run(*args, *more)
+        assert other.exit_code == 2
+        assert f"was made with {what}" in other.output
+
+
+@pytest.mark.real
+@with_ray
+def test_run_is_not_continued_with_another_model_of_the_same_name(
+    cluster: Any, table: Path, tmp_path: Path, synth: SynthFactory
+) -> None:
+    model = tmp_path / "model.gguf"
+    args = [
+        table,
+        "-o",
+        tmp_path / "out",
+        "--ray",
+        "auto",
+        *ENGINE,
+        "--max-tokens",
+        "2",
+        "-m",
+        model,
+    ]
+    for i in range(2):
+        shutil.copyfile(synth("test", seed=i), model)
+        result = run(*args)
+    assert result.exit_code == 2
+    assert f"was made with another {model}: use the same" in " ".join(result.output.split())
