@@ -9,18 +9,23 @@ there: an owner that rests gives its own back, and everything else is computed i
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from cbatch.errors import EngineError
+from cbatch.errors import EngineError, NoThreadError
 from cbatch.support.interrupts import Latch, Postponed
-from cbatch.support.thread_start import start
+from cbatch.support.thread_start import start, started
 
 T = TypeVar("T")
+
+_N_TRIED, _TRIED_S = 4, 0.1
+"""Most threads that are started to see whether the system starts any, and seconds for which that holds. Our choice."""
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
@@ -48,6 +53,8 @@ class Teams:
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
+        self._tried_s = -math.inf
+        """When the system was last seen to start threads."""
 
     def join(self) -> None:
         """Note that the calling thread computes with a team in this process.
@@ -62,6 +69,40 @@ class Teams:
                 "child: load with threaded=True, or start the process with multiprocessing's 'spawn', or fork before "
                 "anything is computed"
             )
+
+
+    def n_affordable(self, n_threads: int) -> int:
+        """Return with how many threads the calling thread may compute: `n_threads`, or 1 if the system starts no more.
+
+        GNU's OpenMP ends the process if it cannot start a thread, which it does for each that the last team had not.
+        """
+        n_new = n_threads - vars(self._of_thread).get("n", 1)
+        if n_new > 0 and time.monotonic() > self._tried_s + _TRIED_S:
+            if _can_start(min(n_new, _N_TRIED)):
+                self._tried_s = time.monotonic()
+            else:
+                n_threads = 1
+        self._of_thread.n = n_threads
+        return n_threads
+
+    def leave(self) -> None:
+        """Note that the calling thread has no team any more."""
+        self._of_thread.n = 1
+
+
+def _can_start(n_threads: int) -> bool:
+    """Whether the system starts so many threads now."""
+    end, found = Latch(), list[threading.Thread]()
+    try:
+        for _ in range(n_threads):
+            found.append(started(end.wait, "cbatch-try"))
+    except NoThreadError:
+        return False
+    finally:
+        end.open()
+        for thread in found:
+            thread.join()
+    return True
 
 
 @once

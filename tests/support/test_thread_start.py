@@ -12,7 +12,7 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.backend.threads import run_in_fresh_thread
+from cbatch.backend.threads import Teams, run_in_fresh_thread
 from cbatch.errors import NoThreadError
 from cbatch.progress import SilentView
 from cbatch.response import BatchError
@@ -153,3 +153,18 @@ def test_no_finalizer_waits_for_a_thread_that_starts_nor_in_it(
         gc.collect()
     assert ("new thread", False) not in found
     assert ("its starter", False) not in found
+
+
+def test_one_thread_computes_where_the_system_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GNU's OpenMP would end the process."""
+    teams, threads = Teams(), NoThreads(monkeypatch, "cbatch-try")
+    assert [teams.n_affordable(n) for n in (1, 2, 8)] == [1, 1, 1]
+    threads.is_over = True
+    assert teams.n_affordable(2) == 2
+    threads.is_over = False
+    assert teams.n_affordable(2) == 2  # they are there
+    assert Teams().n_affordable(2) == 1
+    teams.leave()
+    before = threading.active_count()
+    assert teams.n_affordable(2) == 2  # a moment ago there were some
+    assert threading.active_count() == before

@@ -408,6 +408,7 @@ class LlamaEmbedder:
 
     def _run_with(self, run: Callable[[], int], _: StepPlan, n_threads: int) -> StepResult:
         """Run a graph with so many threads, and time it without the turns of others."""
+        n_threads = teams().n_affordable(n_threads)
         llama_cpp.llama_set_n_threads(self._ctx, n_threads, n_threads)
         self._turns_s = self._turns_cpu_s = 0.0
         begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()

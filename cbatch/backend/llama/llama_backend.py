@@ -133,10 +133,10 @@ class LlamaBackend:
     def _make_elastic(self) -> ElasticThreads | None:
         """Return what varies waits and threads; `n_threads` fixes their number, and so does `exact` if bits change."""
         options = self.options
-        changes_bits = options.exact and depends_on_threads(
+        self._needs_threads = options.exact and depends_on_threads(
             options, self.tuning.shape, self.cuts, self.n_window
         )
-        is_fixed = options.n_threads is not None or changes_bits
+        is_fixed = options.n_threads is not None or self._needs_threads
         waits = short_waits(self.n_threads)
         if not self.tuning.may_vary_threads or self.n_threads == 1 or (is_fixed and not waits):
             return None
@@ -429,6 +429,8 @@ class LlamaBackend:
         return seen
 
     def _run_with(self, plan: StepPlan, n_threads: int) -> StepResult:
+        if not self._needs_threads:
+            n_threads = teams().n_affordable(n_threads)
         if n_threads != self._n_threads_now:
             self._set_threads(n_threads)
         return self._run_steps(plan)
@@ -472,6 +474,7 @@ class LlamaBackend:
         if self._elastic is not None:
             self._elastic.rest()
         end_team()
+        teams().leave()
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""

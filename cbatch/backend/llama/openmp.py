@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.backend.bindings import POLICIES, llama_cpp
+from cbatch.backend.threads import teams
 from cbatch.errors import NoThreadError
 from cbatch.support.thread_start import started
 
@@ -85,7 +86,8 @@ class ShortWaits:
     def _sleep(self, n_missing: int, is_there: threading.Event, end: threading.Event) -> None:
         try:
             free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
-            self._gnu.GOMP_parallel(free, None, n_missing + 1, 0)  # free(NULL) does nothing
+            n_threads = teams().n_affordable(n_missing + 1)
+            self._gnu.GOMP_parallel(free, None, n_threads, 0)  # free(NULL) does nothing
         finally:
             is_there.set()
         end.wait()  # the team ends with its thread
