@@ -70,7 +70,6 @@ class Teams:
                 "anything is computed"
             )
 
-
     def n_affordable(self, n_threads: int) -> int:
         """Return with how many threads the calling thread may compute: `n_threads`, or 1 if the system starts no more.
 

@@ -373,7 +373,7 @@ def test_path_of_bytes_that_are_no_text_is_a_path() -> None:
             {"rope_scaling": "linear", "yarn_orig_ctx": 4},
             "yarn_orig_ctx=4 needs rope_scaling='yarn'",
         ),
-        ({"rope_scaling": "linear", "yarn_beta_slow": 1}, "yarn_beta_slow=1 needs"),
+        ({"rope_scaling": "linear", "yarn_beta_slow": 1}, "yarn_beta_slow=1.0 needs"),
         ({"n_batch": 15}, "n_batch=15 is less than parallel=16"),
         ({"n_ctx": 31}, "each of 16 slots"),
         ({"n_batch": 7, "parallel": 8}, "n_batch=7 is less than parallel=8"),

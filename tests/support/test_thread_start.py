@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -47,9 +48,8 @@ class WithoutMemory(threading.Thread):
         raise MemoryError
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_thread_that_ends_before_it_runs_is_told() -> None:
+def test_thread_that_ends_before_it_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with pytest.raises(NoThreadError):
         started(int, "cbatch-short", WithoutMemory)
     done = threading.Event()
