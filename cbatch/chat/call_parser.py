@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.marks import Marks
-from cbatch.support.checks import finite, refuse_constant
+from cbatch.support.checks import refuse_constant
 
 if TYPE_CHECKING:
     from cbatch.chat.formats import CallFormat
@@ -393,9 +395,18 @@ def _read_json(text: str, at: int) -> tuple[Any, int]:
 
 def _decode(text: str, at: int = 0) -> tuple[Any, int]:
     """Return the JSON value after any space, and its end; a string may have line breaks, as models write them."""
-    decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant, parse_float=finite)
+    decoder = json.JSONDecoder(
+        strict=False, parse_constant=refuse_constant, parse_float=_number, parse_int=_number
+    )
     value, end = decoder.raw_decode(text, _end(_SPACE, text, at))
     return value, end
+
+
+def _number(digits: str) -> float:
+    """Return a number, or the largest one if it is larger: grammars let models write any."""
+    with suppress(ValueError):  # a fraction, or more digits than Python reads
+        return int(digits)
+    return max(-sys.float_info.max, min(float(digits), sys.float_info.max))
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
