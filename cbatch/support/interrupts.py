@@ -257,8 +257,12 @@ class Latch:
         self.is_open = True
         self._lock.release()
 
-    def wait(self) -> None:
-        """Return when it is open."""
+    def wait(self, most_s: float = math.inf) -> None:
+        """Return when it is open, or after `most_s`, if that is less than a second."""
+        if most_s < _LONGEST_WAIT_S:
+            if not self.is_open and self._lock.acquire(timeout=most_s):
+                self._lock.release()
+            return
         while not self.is_open:
             # Ctrl-C between the two lines keeps the lock: other threads look at `is_open` again
             if self._lock.acquire(timeout=_LONGEST_WAIT_S):

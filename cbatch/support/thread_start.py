@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from cbatch.errors import NoThreadError
 from cbatch.support.garbage import no_finalizers
 from cbatch.support.interrupts import HeldBack, Latch
+
+_LOOK_S = 0.05
+"""How often the starter of a thread looks whether it has ended before it ran."""
 
 
 def started(
@@ -33,35 +37,57 @@ def start(thread: threading.Thread) -> None:
     Raises:
         NoThreadError: the system has no more threads, or no memory for one. This one can never be started or joined.
     """
-    runs, run, has_begun = Latch(), thread.run, False
+    runs, run = Latch(), thread.run
 
     def begin() -> None:
-        nonlocal has_begun
         del thread.run
-        has_begun = True
         runs.open()
         run()
 
-    def bootstrap() -> None:
-        # without memory it ends before it has said that it runs, and its starter would wait for ever
-        del inside._bootstrap
-        try:
-            inside._bootstrap()
-        finally:
-            inside._started.set()
-            if not has_begun:
-                runs.open()
-
     inside: Any = thread
-    inside.run, inside._bootstrap = begin, bootstrap
+    inside.run, inside._started = begin, _Started(inside)
     with HeldBack(), no_finalizers():
         try:
             thread.start()
         except RuntimeError as error:
             raise NoThreadError from error
-        runs.wait()
-    if not has_begun:
+        while not runs.is_open and inside._started.is_alive():
+            runs.wait(_LOOK_S)
+    if not runs.is_open:
         raise NoThreadError
+
+
+class _Started(threading.Event):
+    """Is set where a thread runs. Without memory a thread may end before: then nobody waits for it any more."""
+
+    def __init__(self, thread: Any) -> None:
+        super().__init__()
+        thread._bootstrap = bootstrap = _Bootstrap(thread, self)
+        self._thread, self._bootstrap, self.has_ended = thread, weakref.ref(bootstrap), False
+
+    def is_alive(self) -> bool:
+        """Whether the thread has yet to run, or runs."""
+        return not self.has_ended and self._bootstrap() is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        vars(self._thread).pop("_bootstrap", None)  # now only the new thread has it
+        while not super().wait(_LOOK_S) and self.is_alive():
+            pass
+        return self.is_set()
+
+
+class _Bootstrap:
+    """What a new thread does. No function: without memory for a frame, Python 3.11 keeps that for ever."""
+
+    def __init__(self, thread: Any, started: _Started) -> None:
+        self._thread, self._started = thread, started
+
+    def __call__(self) -> None:
+        kind: Any = threading.Thread
+        try:
+            kind._bootstrap(self._thread)
+        finally:
+            self._started.has_ended = True  # which needs no memory
 
 
 def is_lack_of_threads(error: BaseException) -> bool:

@@ -57,6 +57,13 @@ def test_thread_that_ends_before_it_runs_is_told(monkeypatch: pytest.MonkeyPatch
     assert done.is_set()
 
 
+def test_thread_that_ends_before_python_runs_in_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [n for n in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, n)]
+    monkeypatch.setattr(threading, names[-1], lambda *_, **__: None)
+    with pytest.raises(NoThreadError):
+        started(int, "cbatch-short")
+
+
 CALLS: dict[str, Callable[[Engine], object]] = {
     "cbatch-texts": lambda engine: engine.embed(["a", "b"], ids=["x", "y"]).results(),
     "cbatch-feed": lambda engine: engine.run(iter(["a", "b"])).results(),
