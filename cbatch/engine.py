@@ -235,7 +235,7 @@ class Engine:
         try:
             runtime = opener(is_stopped)
         except (CBatchError, RuntimeError) as error:
-            # Python then starts no threads, nor the modules that have some
+            # after its main thread has ended, Python starts no threads and imports no modules that start some
             if isinstance(error, RuntimeError) and not threading.main_thread().is_alive():
                 raise ModelLoadError(
                     "no model can be loaded while the program ends: load it before the main thread ends"

@@ -109,8 +109,8 @@ def find_library(path: str | os.PathLike[str]) -> Path:
     place = Path(os.path.abspath(os.path.expanduser(path)))
     if readable(place) != str(place):
         raise ConfigError(
-            f"the library of llama.cpp {readable(place)}: Python can load no library whose path is not UTF-8: rename "
-            "it or its folder"
+            f"Python cannot load the llama.cpp library {readable(place)}, for its path is not UTF-8: rename the file "
+            "or its folder"
         )
     if place.is_file():
         return place

@@ -25,7 +25,7 @@ from cbatch.support.thread_start import start, started
 T = TypeVar("T")
 
 _N_TRIED, _TRIED_S = 4, 0.1
-"""Most threads that are started to see whether the system starts any, and seconds for which that holds. Our choice."""
+"""Most threads started to test whether the system can start more; seconds for which a success counts. Our choice."""
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
@@ -73,7 +73,7 @@ class Teams:
     def n_affordable(self, n_threads: int) -> int:
         """Return with how many threads the calling thread may compute: `n_threads`, or 1 if the system starts no more.
 
-        GNU's OpenMP ends the process if it cannot start a thread, which it does for each that the last team had not.
+        GNU's OpenMP ends the process if it cannot start a thread. It starts those that the last team did not have.
         """
         n_new = n_threads - vars(self._of_thread).get("n", 1)
         if n_new > 0 and time.monotonic() > self._tried_s + _TRIED_S:
@@ -85,12 +85,12 @@ class Teams:
         return n_threads
 
     def leave(self) -> None:
-        """Note that the calling thread has no team any more."""
+        """Note that the calling thread no longer has a team."""
         self._of_thread.n = 1
 
 
 def _can_start(n_threads: int) -> bool:
-    """Whether the system starts so many threads now."""
+    """Whether the system can start `n_threads` threads now."""
     end, found = Latch(), list[threading.Thread]()
     try:
         for _ in range(n_threads):

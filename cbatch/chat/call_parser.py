@@ -403,8 +403,8 @@ def _decode(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def _number(digits: str) -> float:
-    """Return a number, or the largest one if it is larger: grammars let models write any."""
-    with suppress(ValueError):  # a fraction, or more digits than Python reads
+    """Return a number; one too large for Python becomes the largest float, because grammars allow any number."""
+    with suppress(ValueError):  # a fraction, or more digits than Python reads as an integer
         return int(digits)
     return max(-sys.float_info.max, min(float(digits), sys.float_info.max))
 

@@ -635,7 +635,7 @@ class MultiRequestBatcher:
             self.retire(driver, has_cells=has_cells)
 
     def shift_full_windows(self) -> None:
-        """Move the full windows of running sequences; the next plan removes the cells of the tokens that leave."""
+        """Move the full windows of running sequences; the next plan removes the cells of tokens that leave them."""
         for driver in self._rows():
             if driver.window is not None and driver.is_full and driver.slot is not None:
                 self.cells.shift(driver, driver.slot)
@@ -646,7 +646,7 @@ class MultiRequestBatcher:
             return
         n_cells = driver.keep(n_cells)
         if driver.window is not None:
-            self.cells.rebinds[driver.slot] = None  # removed tokens may be back
+            self.cells.rebinds[driver.slot] = None  # tokens that the window removed may be back
         if n_cells:
             self.cells.settle(driver.slot, n_cells)
         else:

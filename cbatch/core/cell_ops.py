@@ -115,7 +115,7 @@ class SlotCells:
         self.trim(slot, n_cells)
 
     def shift(self, driver: SequenceDriver, slot: Slot) -> None:
-        """Remove from a full window the tokens that leave it, and their cells."""
+        """Move a full window: remove `n_discard` tokens after the first `n_keep`, and their cells."""
         n_keep, n_cells = driver.shift()
         self.prefixes.forget(slot)
         self.ledger.trim(slot, self.ledger.n_cells[slot] - n_cells)
@@ -123,7 +123,7 @@ class SlotCells:
         self.rebinds[slot] = None
 
     def unshift(self, slot: Slot) -> int:
-        """Drop a move that the backend has yet to do; return how many cells it would have removed."""
+        """Cancel a window's move that the backend has yet to do; return how many cells the move would have removed."""
         n_cells = self.shifts.pop(slot, (0, 0))[1]
         if n_cells:
             self.ledger.add(slot, n_cells)
@@ -136,7 +136,7 @@ class SlotCells:
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        self.shifts.pop(slot, None)  # fewer cells are known than would be left after it
+        self.shifts.pop(slot, None)  # the move would leave more cells than are known
         if n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)
         self.prefixes.retain(slot, driver, n_known)

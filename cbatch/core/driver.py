@@ -98,10 +98,10 @@ class Wait(Enum):
 
 @dataclass(eq=False, slots=True)
 class MovingWindow:
-    """How a full window moves: once it is full of cells, `n_discard` tokens after the first `n_keep` are removed.
+    """How a full window moves: once all its cells are in use, `n_discard` tokens after the first `n_keep` are removed.
 
-    The cells after them were computed while they were there, and are not computed from the remaining tokens: if any is
-    lost, all tokens come back, and the window moves again at the same places. So no loss of cells changes an answer.
+    Later cells were computed with the removed tokens and cannot be computed again without them. If one is lost, all
+    removed tokens come back, and the window moves again at the same places, so lost cells never change an answer.
     """
 
     n_keep: int
@@ -300,7 +300,7 @@ class SequenceDriver:
 
     @property
     def is_full(self) -> bool:
-        """Whether its window must move before it goes on."""
+        """Whether the window must move before the sequence can go on."""
         return self.window is not None and self.n_computed == self.n_window < len(self.tokens)
 
     @property
@@ -442,7 +442,7 @@ class SequenceDriver:
         self.n_reached = max(self.n_reached, n_cells)
 
     def keep(self, n_cells: int) -> int:
-        """Count only the first `n_cells` tokens as computed; return how many, none if the window must move again."""
+        """Count only the first `n_cells` tokens as computed, or none if the window must move again; return how many."""
         window = self.window
         if window and self.n_removed and n_cells < self.n_window - window.n_discard:
             n_cells = 0
@@ -451,13 +451,13 @@ class SequenceDriver:
         return n_cells
 
     def unshift(self) -> None:
-        """Take back the last move of the window, whose cells are still there."""
+        """Undo the last move of the window; the cells that it was to remove still exist."""
         if self.window is not None:
             self._bring_back(self.window, self.window.n_discard)
             self.n_computed += self.window.n_discard
 
     def _bring_back(self, window: MovingWindow, n: int) -> None:
-        """Put the last `n` removed tokens back."""
+        """Put the last `n` removed tokens back into the window."""
         n_gone = window.n_left_out + self.n_removed - n
         text = (*self.given, *self.output)
         self.tokens = [*text[: window.n_keep], *text[window.n_keep + n_gone :]]

@@ -183,7 +183,7 @@ class ContinuousBatchScheduler:
             slot_plan.compact()
 
     def _end_turns(self, slot_plan: SlotPlan) -> None:
-        """Take slots from sequences past their quantum: those that waiting ones chose, and as many as are needed."""
+        """Take slots from sequences past their quantum: those that waiting ones chose, and more as needed."""
         queue, n_free = slot_plan.batcher.queue, slot_plan.ledger.n_free_slots
         over = sorted(self._past_quantum(slot_plan), key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
@@ -598,7 +598,7 @@ class FaultBisection:
     """
 
     def __init__(self) -> None:
-        self._groups: list[dict[SequenceDriver, int]] = []  # by suspect, the tokens that clear it
+        self._groups: list[dict[SequenceDriver, int]] = []  # by suspect, its n_clear
 
     def suspects(self, leaving: Container[SequenceDriver] = ()) -> list[SequenceDriver]:
         """Return the group to compute next, without any other sequence; empty if there is no suspect.

@@ -60,7 +60,7 @@ class Leave(NamedTuple):
     reason: Reason
     is_saved: bool
     is_full: bool = False
-    """Whether its window was to move in this plan. It moves when the sequence has a slot again."""
+    """Whether the sequence's window was to move in this plan; it moves once the sequence has a slot again."""
 
 
 class Place(NamedTuple):

@@ -153,7 +153,7 @@ class PromptCuts:
         """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does.
 
         Pictures, which begin and end at `edges`, and the texts between them are chunks of their own. The last `n_apart`
-        tokens are left to later steps, which moves no other cut.
+        tokens are left to later steps; no other cut changes.
         """
         i = bisect_right(edges, start)
         if i % 2:

@@ -135,7 +135,7 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
 
 
 def _is_done(item: Item, manifest: Manifest, seen: Seen) -> bool:
-    """Whether an item has a record: its own as a duplicate, or the one of its id, which any of that id may have."""
+    """Whether an item has a record: its own as a duplicate, or the one of its id, which counts for one item."""
     key = record_key(item_key(item))
     if manifest.execute(_HAS, duplicate_key(key, item.number)).fetchone() is not None:
         return True

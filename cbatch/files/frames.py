@@ -122,12 +122,14 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
 def _item(
     number: int, row: dict[str, object] | None, prompt_of: RowPrompts, wrong: ItemError | None
 ) -> Item:
-    """Return the item of a row, whose cells may be any objects: an error of theirs, as of `__str__`, is its own."""
+    """Return the item of a row. Its cells may be any objects: an error in one's `__str__`, say, is the item's error."""
     try:
         return item_of_row(number, "", row, prompt_of, wrong)
     except Exception as error:
         columns = listed(sorted(prompt_of.columns))
-        wrong = ItemError("invalid_row", f"no prompt can be made of {columns}: {words_of(error)}")
+        wrong = ItemError(
+            "invalid_row", f"no prompt can be made of the row's {columns}: {words_of(error)}"
+        )
         return item_of_row(number, "", row, prompt_of, wrong)
 
 

@@ -253,7 +253,7 @@ class _CheckedFile(InputFile):
 
 
 class _LeftError(Exception):
-    """No more lines are wanted: a check of lines has said so."""
+    """Raised by a check of lines if no more lines are wanted."""
 
 
 class _RequestLines:

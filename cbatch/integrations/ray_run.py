@@ -38,10 +38,10 @@ _ROW_HASH = "row_hash"
 """The column by which Ray knows a row again: of the file's path and the row's place in it."""
 
 _OF_ANSWERS = ("adapters", "cache_type_", "chat_template", "exact", "rope_", "yarn_")
-"""How the names of settings of an engine begin that change answers."""
+"""Beginnings of the names of engine settings that change answers."""
 
 _MARKS = "files"
-"""In the folder's settings: marks of the content of files."""
+"""A key in the folder's settings: `mark_of` each file that is loaded."""
 
 _SETTINGS, _DONE = "_cbatch.json", "_done"  # readers of folders of Parquet leave such names out
 
@@ -293,7 +293,7 @@ class _RayJob:
             file.write(dump({**said, _MARKS: {**noted, **marks}}))
 
     def _marks_of_files(self) -> dict[str, str]:
-        """Return a mark of the content of each file that is loaded, as far as this machine has them."""
+        """Return `mark_of` each file that is loaded, if this machine has the file."""
         places = map(Path, read_to_load(self._spec.model, self._spec.settings))
         return {str(place): mark_of(place) for place in places if place.is_file()}
 

@@ -14,7 +14,7 @@ from cbatch.errors import RequestCancelledError
 from cbatch.runtime.waking import call_soon_here
 
 _LOOK_S = 0.5
-"""How often a waiting thread looks whether the event loop was closed: `close` tells nobody. Our choice."""
+"""Seconds between a waiting thread's checks for a closed event loop: `close` notifies nobody. Our choice."""
 
 
 class _Read(NamedTuple):
@@ -58,7 +58,7 @@ class AsyncSource:
             try:
                 return self._found.get(timeout=_LOOK_S)
             except Empty:  # noqa: PERF203
-                if self._is_closed():  # with the task and its wake-up in it: neither runs any more
+                if self._is_closed():  # neither the task nor its wake-up runs any more
                     return _Read(error=_loop_has_ended())
 
     def leave(self) -> None:

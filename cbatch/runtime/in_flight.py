@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 N_ENTERED_MAX = 4096
-"""Most sequences of one call that are queued before one plan, so that a step does not wait for many thousands: some
-fifteen milliseconds. Our choice."""
+"""Most sequences of one call that are queued before one plan, in about 15 ms, so that no step waits until many
+thousands are queued. Our choice."""
 
 _N_ENDED_SAVERS = 64
 """Cache keys of requests that ended that may be kept beyond those in flight."""
@@ -65,7 +65,7 @@ class InFlight:
         """When the deadlines of these are looked at; infinity for never."""
         self._n_late_limit: float = 0
         self._given_up: dict[SequenceDriver, None] = {}
-        """Sequences that are cancelled before they are queued, where these are many: they end some at a time."""
+        """Sequences cancelled before they were queued, if too many to end at once: some end before each plan."""
         loop.admit_late = self._admit_late
         self._n_promised = 0
         """Number of sequences that were submitted during a step and will be queued after it."""
@@ -148,7 +148,7 @@ class InFlight:
         """Queue sequences whose routes are set. Does not wait.
 
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free. But a refused
-        prompt ends its request at once. Many are queued some at a time, between steps.
+        prompt ends its request at once. Many prompts are queued in portions, between steps.
         """
         is_first = self._batcher.n_waiting <= self._loop.n_entering
         if len(drivers) > N_ENTERED_MAX:
@@ -241,9 +241,9 @@ class InFlight:
         self._loop.post(submit, is_urgent=is_urgent)
 
     def _admit_late(self) -> bool:
-        """Queue sequences of `submit_late` for which there is room, some at a time; all, once the loop is closed.
+        """Queue a portion of the `submit_late` sequences for which there is room; all, once the loop is closed.
 
-        Return whether more can be queued. Owner thread.
+        Cancelled ones end in portions, too. Return whether more can be queued or ended. Owner thread.
         """
         if not (self._late or self._given_up):
             return False
@@ -533,7 +533,7 @@ class InFlight:
         return found
 
     def _give_up(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Have sequences that wait for room in the queue end some at a time. Owner thread."""
+        """End sequences that wait for room in the queue, in portions. Owner thread."""
         for driver in drivers:
             self._given_up[driver] = None
             if driver in self._late:

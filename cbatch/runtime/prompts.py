@@ -52,7 +52,7 @@ Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 _Found: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError]"
 
 _ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None, int]"
-"""A sequence, its prompt once that is tokenized, and about how many samples its pictures and sounds have."""
+"""A sequence, its prompt if already tokenized, and about how many samples its pictures and sounds have."""
 
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
@@ -70,13 +70,13 @@ _N_LONG_SAMPLES = 2**23
 """Samples of all channels, by a sound's file, above which it is long: an MP3 file of that size has as many."""
 
 _MP3, _N_EACH = ("SUQz", "//"), 4
-"""How the base64 of MP3 files begins, and samples for each character of it; other formats have one at most, or say."""
+"""How the base64 of MP3 files begins, and samples counted per character; others have one at most, or tell."""
 
 _N_UNKNOWN = 2**28
-"""Samples of a file that can be long, but does not say how long it is."""
+"""Samples counted for a file that can be long but does not state its length."""
 
 _N_PIECE = 2**19
-"""Samples that a picture, or a shorter sound, counts for: half a minute, which is encoded at once. Our choice."""
+"""Samples counted for a picture or a shorter sound: half a minute, encoded as one piece. Our choice."""
 
 _N_VALUE = 16
 """Characters that a value counts for that is not text."""
@@ -244,7 +244,7 @@ def is_slow(found: FoundPrompt | CBatchError) -> bool:
 
 
 def _check_waits(driver: SequenceDriver | None) -> None:
-    """Raise a `NobodyWaitsError` where a sequence has ended."""
+    """Raise a `NobodyWaitsError` if the sequence has ended."""
     if driver is not None and driver.finish_reason is not None:
         raise NobodyWaitsError
 
@@ -258,12 +258,12 @@ def _failure(error: Exception) -> CBatchError:
 class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
-    Chats whose template takes long go on in a third one. What prompts show is encoded in a fourth, so that a prompt
-    whose pictures are known waits for no other; and what takes long to decode in a fifth. Between the pieces that they
-    encode, these two do prompts first that have at most half as much: so what they hold is bounded, and one piece is
-    done for each such prompt.
+    Chats whose template takes long go on in a third thread. Pictures and sounds are encoded in a fourth, so that a
+    prompt whose pictures are known does not wait; those that take long to decode, in a fifth. Between two pieces, the
+    last two threads first encode one prompt that has at most half as many samples. Thus few prompts are begun at once,
+    and a large one proceeds by one piece for each smaller one.
 
-    Where a request ends, work for it is broken off at the end of a piece.
+    When a request ends, work for it stops after the current piece.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -360,7 +360,7 @@ class PromptLanes:
         waiting: Callable[[Callable[[_ToEncode], bool]], _ToEncode | None],
         n_most: float = math.inf,
     ) -> None:
-        """Encode what the first prompt shows of at most `n_most` samples, tokenized or not; have its tokens taken."""
+        """Encode media of the first prompt with at most `n_most` samples, tokenized or not; have its tokens taken."""
         if (found := waiting(lambda item: item[2] <= n_most)) is None:
             return
         driver, prompt, n_samples = found
@@ -400,7 +400,7 @@ class _Lane(Generic[_Item]):
         *,
         is_nice: bool = False,
     ) -> None:
-        """Make one; `work` is called for new items, with what returns the next of them that fits, or None."""
+        """Make one; `work` is called for new items, with a function that returns the next one that fits, or None."""
         self._thread = WorkThread(name, is_threaded=True, is_nice=is_nice)
         self._todo: deque[_Item] = deque()
         self._work, self._is_closed = work, False
@@ -434,7 +434,7 @@ def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
 
 
 def without_delay(work: Callable[[], T], prompt: BatchPrompt, options: RunOptions) -> T:
-    """Return what `work` makes of a prompt; short chats pass those whose template takes long. From any thread."""
+    """Return what `work` makes of a prompt; short chats do not wait for ones with slow templates. From any thread."""
     if not _is_long(prompt, options):
         with suppress(TakesLongError), brief():
             return work()
@@ -474,7 +474,7 @@ def _n_samples(prompt: BatchPrompt) -> int:
 
 
 def _n_told(data: str) -> int:
-    """Return how many samples of all channels a sound's file says it has, or may have by its size."""
+    """Return how many samples, over all channels, a sound's file states, or may have by its size."""
     if n_samples := told_samples(data):
         return n_samples
     if n_samples is None:

@@ -188,8 +188,8 @@ class Submitter:
         """Submit prompts as they are read from `source`, until the source or the batch ends.
 
         Args:
-            source: of prompts, or of what `reading` tells.
-            ends_s: no prompt is read afterwards, unless `reads_all`: later ones end with a `DeadlineError`.
+            source: gives prompts, or whatever `reading` reads.
+            ends_s: when reading ends. With `reads_all`, all prompts are read; later ones end with a `DeadlineError`.
         """
         if ends_s < math.inf and not reads_all:
             self._runtime.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
@@ -246,7 +246,7 @@ class Submitter:
     ) -> tuple[BatchPrompt, RequestId]:
         """Return what was read as a prompt, with its id; the mailbox has an id also where this raises.
 
-        A prompt at which the program is to end, such as by a `SystemExit`, has failed.
+        A prompt whose reading raises what ends the program, such as a `SystemExit`, fails.
         """
         in_flight = self._runtime.ids
         with HeldBack(), self._naming:

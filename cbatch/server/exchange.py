@@ -42,7 +42,7 @@ _N_SMALL, _N_FEW = 2**16, 2**10
 """Bytes of a body, and quotes and lists in it, above which a thread parses it, and what else takes a millisecond."""
 
 _N_DISCARDED, _DISCARD_S = 2**26, 5.0
-"""Bytes of a body that is too large, and seconds, up to which it is read before the answer. Our choice."""
+"""Most bytes and seconds for reading the rest of a body that is too large, before the answer. Our choice."""
 
 N_PART = 2**14
 """Bytes of an answer's part, which takes a millisecond or so to make. Our choice."""
@@ -180,7 +180,7 @@ class Exchange:
             has_more = message.get("more_body", False)
 
     async def _discard(self) -> None:
-        """Read the rest of a body, if it is not too much: many clients read no answer before they have sent it."""
+        """Read the rest of a body, up to a limit: many clients read no answer before they have sent the whole body."""
         if b"expect" in self.headers or self._n_told > _N_DISCARDED:
             return
         n_bytes, has_more = 0, True

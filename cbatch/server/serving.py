@@ -92,10 +92,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, number)
     except OSError as error:
         raise ConfigError(f"--host {said}: {error.strerror or error}") from None
-    except ValueError:  # of Python's encoding of names
+    except ValueError:  # Python cannot encode the name
         raise ConfigError(
-            f"--host {said}: is not a host name, whose parts have 1 … 63 letters, digits or hyphens: give a name or an "
-            "IP address, such as 127.0.0.1"
+            f"--host {said}: is not a host name: each part between dots must have 1 … 63 letters, digits or hyphens: "
+            "give a host name or an IP address, such as 127.0.0.1"
         ) from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

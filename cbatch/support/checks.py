@@ -188,7 +188,7 @@ def check_depth(name: str, value: object) -> None:
 
 
 class reading:  # noqa: N801  # lower case, as context managers of the standard library
-    """Turn any exception of a caller's own methods into a `ConfigError` that names the value; no signal handler's."""
+    """Turn any exception of a caller's own methods into a `ConfigError` that names the value; not signal handlers'."""
 
     __slots__ = ("_name",)
 
@@ -241,7 +241,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
 
 
 def check_float(name: str, value: object, low: float, high: float) -> float:
-    """Return a finite number from `low` to `high`; as a float."""
+    """Return a finite number from `low` to `high`, as a float."""
     number = number_of(value)
     if number is None or (isinstance(number, float) and not math.isfinite(number)):
         raise ConfigError(f"{name} must be a finite number, not {shown(value)}")

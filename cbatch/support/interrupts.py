@@ -72,13 +72,13 @@ def is_locked_here() -> bool:
 
 
 def is_for_program(error: BaseException) -> bool:
-    """Whether an error of a callback is the program's: in the main thread, no `Exception` or of a signal's handler."""
+    """Whether a callback's error is the program's: in the main thread, from a signal handler or not an `Exception`."""
     in_main = threading.current_thread() is threading.main_thread()
     return in_main and (not isinstance(error, Exception) or _is_of_handler(error))
 
 
 def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal's handler has raised an error."""
+    """Whether a signal handler has raised the error."""
     handlers = [getattr(h, "func", h) for h in map(_signal.getsignal, _NUMBERS) if callable(h)]
     codes = {getattr(h, "__code__", getattr(h.__call__, "__code__", None)) for h in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -258,7 +258,7 @@ class Latch:
         self._lock.release()
 
     def wait(self, most_s: float = math.inf) -> None:
-        """Return when it is open, or after `most_s`, if that is less than a second."""
+        """Return when it is open, or after `most_s` seconds; a second or more is no limit."""
         if most_s < _LONGEST_WAIT_S:
             if not self.is_open and self._lock.acquire(timeout=most_s):
                 self._lock.release()

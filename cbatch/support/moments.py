@@ -1,4 +1,4 @@
-"""Work that is broken off, or lets other work go first, so that what waits behind it waits no longer."""
+"""Long work that is broken off, or lets other work go first, so that it does not delay what waits behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TakesLongError(Exception):
 
 
 class NobodyWaitsError(BaseException):
-    """Work was broken off in a pause: nobody waits for it. What translates a decoder's errors does not catch it."""
+    """Work was broken off in a pause: nobody waits for it. Not an `Exception`: those of decoders are translated."""
 
 
 def is_brief() -> bool:
@@ -34,13 +34,13 @@ def brief() -> Iterator[None]:
 
 
 def pause() -> None:
-    """Have done what this thread is to do between two pieces of long work; what that raises breaks the work off."""
+    """Between two pieces of long work, call the function given to `pausing`; if it raises, the work is broken off."""
     _in_pauses.get()()
 
 
 @contextmanager
 def pausing(do: Callable[[], object]) -> Iterator[None]:
-    """Have `do` called between the pieces of long work in a block."""
+    """Have `do` called at each `pause` of long work in the block."""
     before = _in_pauses.set(do)
     try:
         yield

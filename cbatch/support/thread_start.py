@@ -12,7 +12,7 @@ from cbatch.support.garbage import no_finalizers
 from cbatch.support.interrupts import HeldBack, Latch
 
 _LOOK_S = 0.05
-"""How often the starter of a thread looks whether it has ended before it ran."""
+"""Seconds between checks, while a thread is started, whether it has ended before it ran."""
 
 
 def started(
@@ -35,7 +35,7 @@ def start(thread: threading.Thread) -> None:
     waited for an engine could wait for ever. None runs in the new one, and `is_locked_here` in the other.
 
     Raises:
-        NoThreadError: the system has no more threads, or no memory for one. This one can never be started or joined.
+        NoThreadError: the system has no more threads, or no memory for one. The thread can never be started or joined.
     """
     runs, run = Latch(), thread.run
 
@@ -58,7 +58,7 @@ def start(thread: threading.Thread) -> None:
 
 
 class _Started(threading.Event):
-    """Is set where a thread runs. Without memory a thread may end before: then nobody waits for it any more."""
+    """Set once a thread runs. A thread without memory may end before that, which ends all waiting, too."""
 
     def __init__(self, thread: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Started(threading.Event):
         self._thread, self._bootstrap, self.has_ended = thread, weakref.ref(bootstrap), False
 
     def is_alive(self) -> bool:
-        """Whether the thread has yet to run, or runs."""
+        """Whether the thread runs, or is still to run."""
         return not self.has_ended and self._bootstrap() is not None
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -77,7 +77,7 @@ class _Started(threading.Event):
 
 
 class _Bootstrap:
-    """What a new thread does. No function: without memory for a frame, Python 3.11 keeps that for ever."""
+    """What a new thread calls. Not a function: without memory for a frame, Python 3.11 keeps a function for ever."""
 
     def __init__(self, thread: Any, started: _Started) -> None:
         self._thread, self._started = thread, started

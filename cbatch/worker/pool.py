@@ -772,8 +772,8 @@ class Pool:
     def close(self, within_s: float | None = None) -> None:
         """End every request and the workers; wait until they are gone, except where others may wait for this thread.
 
-        A worker that does not end in `within_s`, such as a stopped one, is killed. The threads that take frames do not
-        wait: functions given to `record_steps` may close in several of them.
+        A worker that does not end in `within_s`, such as a stopped one, is killed. Threads that receive
+        frames do not wait: functions given to `record_steps` may call this in several of them.
         """
         with self.lock():
             is_first, self.is_closing = not self.is_closing, True

@@ -168,7 +168,7 @@ class SocketLink:
         self._address = address
         try:
             self._socket = _connected(address)
-        except (OSError, ValueError, OverflowError) as error:  # no valid name, or port
+        except (OSError, ValueError, OverflowError) as error:  # an invalid host name or port
             raise EngineError(f"no worker answers at {address}: {words_of(error)}") from None
         self._output = self._socket.makefile("rb")
         try:

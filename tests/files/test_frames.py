@@ -78,8 +78,8 @@ def test_cell_without_a_text_fails_its_row_alone(engine: cbatch.Engine) -> None:
     out = run_table(pd.DataFrame({"word": cells}), engine=engine, template="Say {word}.")
     assert list(out["finish_reason"]) == ["stop", *["error"] * 3, "stop"]
     assert list(out["error"][1:3]) == [
-        "no prompt can be made of word: Circular reference detected",
-        "no prompt can be made of word: no words",
+        "no prompt can be made of the row's word: Circular reference detected",
+        "no prompt can be made of the row's word: no words",
     ]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 END_TOKEN = 256
 _MASK = 2**64 - 1
 _TAG_SHIFT = 24
-"""Above the bits of a token."""
+"""Tags of cells are in the bits above those of a token."""
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ def state_after(state: int, cells: Sequence[int]) -> int:
 
 
 def shifted(start: int, cells: Sequence[int], n_kept: int, n: int) -> list[int]:
-    """Return what stays when `n` cells after the first `n_kept` are removed: later ones still depend on them."""
+    """Return the cells left without `n` cells after the first `n_kept`; later ones still depend on those removed."""
     gone = zlib.crc32(b"%d" % state_after(start, cells[: n_kept + n])) << _TAG_SHIFT
     return [*cells[:n_kept], *[cell ^ gone for cell in cells[n_kept + n :]]]
 

@@ -21,7 +21,7 @@ N_PIXELS_MAX = 2**26
 _N_SIDE_MAX = 2**15
 
 _N_READS_MAX = 2**18
-"""Most reads of a file: Pillow reads each of its parts in Python. A GIF of 20 MiB needs 165,000. Our choice."""
+"""Most reads of a picture's file, which Pillow reads part by part. A GIF of 20 MiB needs 165,000. Our choice."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PHOTO_WITH_OTHERS = "MPO"
@@ -80,7 +80,7 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
 
 
 class _CountedReads(io.BytesIO):
-    """A file that a decoder may read so many times only: millions of empty parts take it a minute."""
+    """A file with at most `_N_READS_MAX` reads: millions of empty parts would take a decoder a minute."""
 
     n_left = _N_READS_MAX
 
@@ -89,7 +89,7 @@ class _CountedReads(io.BytesIO):
         self.n_left -= 1
         if self.n_left < 0:
             raise PromptError(
-                f"a picture's file has too many parts: it needs more than {_N_READS_MAX:,} reads: save it anew"
+                f"a picture's file has too many parts: it needs more than {_N_READS_MAX:,} reads: save the picture anew"
             )
         return super().read(n_bytes)
 

@@ -114,12 +114,12 @@ class LlamaEmbedder:
         ends_early = self._is_causal and not self._takes_scores
         self._watch = GraphWatch(VECTORS if ends_early else None, has_turns=True)
         self._elastic: ElasticThreads | None = None
-        """What takes fewer threads beside other programs; None where their number is fixed."""
+        """Uses fewer threads beside other programs; None if the number of threads is fixed."""
         is_fixed = options.n_threads is not None or options.exact or n_threads == 1
         if not is_fixed and computes_on_cpu(options):
             self._elastic = ElasticThreads(n_threads, n_taken=TakenCores(my_cores()).n_since)
         self._turns_s = self._turns_cpu_s = 0.0
-        """Seconds, and CPU seconds of this thread, that turns of others took amid graphs."""
+        """Seconds, and CPU seconds of this thread, that the turns of others took during the current graph."""
         self._ctx: Any = None
         self._n_room = 0
         """Tokens that the context has room for."""
@@ -407,7 +407,7 @@ class LlamaEmbedder:
         return np.ctypeslib.as_array(rows, shape=(batch.n_tokens, self._n_out))
 
     def _run_with(self, run: Callable[[], int], _: StepPlan, n_threads: int) -> StepResult:
-        """Run a graph with so many threads, and time it without the turns of others."""
+        """Run a graph with at most `n_threads` threads; its time excludes the turns of others."""
         n_threads = teams().n_affordable(n_threads)
         llama_cpp.llama_set_n_threads(self._ctx, n_threads, n_threads)
         self._turns_s = self._turns_cpu_s = 0.0

@@ -151,7 +151,7 @@ class Picture:
         self.end()
 
     def end(self) -> None:
-        """Drop the file: all rows are there."""
+        """Drop the file, because all rows are encoded."""
         self.medium = replace(self.medium, data=b"")
 
     @property
@@ -324,16 +324,16 @@ class Projector:
         return found
 
     def encode(self, pictures: Sequence[Picture]) -> None:
-        """Make the rows of those pictures and sounds that have none yet, with pauses. From any thread.
+        """Encode pictures and sounds that have no rows yet; `moments.pause` before each piece. From any thread.
 
-        Parts that were encoded before this was broken off, or meanwhile by another thread, are not encoded again.
+        Parts that an interrupted call or another thread has encoded are not encoded again.
 
         Raises:
             PromptError: a file cannot be decoded.
             RequestFailedError: llama.cpp could not encode it.
         """
         for picture in pictures:
-            medium = picture.medium  # which another thread may drop
+            medium = picture.medium  # another thread may drop it
             if not picture.is_encoded:
                 self._encode(picture, medium)
             with self._lock:

@@ -89,11 +89,11 @@ class Pipe(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor that is read."""
+        """Return the file descriptor."""
         return self._fd
 
     def tell(self) -> int:
-        """Return the place of the next byte; OSError where this is no file."""
+        """Return the position of the next byte. Raises OSError for a pipe or terminal."""
         return os.lseek(self._fd, 0, os.SEEK_CUR) - len(self._ahead)
 
     def readinto(self, buffer: Any) -> int:

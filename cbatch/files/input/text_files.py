@@ -110,9 +110,9 @@ class InputFile:
         self._text: io.BufferedReader | None = None
         self._n_lines = self._n_bytes = self._crc = 0
         self._before: os.stat_result | None = None
-        """The status of a regular file when it was opened, also of one that stdin comes from."""
+        """Status of the regular file when it was opened, also if stdin is redirected from one; None for others."""
         self._start = 0
-        """Where in the file the first byte was read."""
+        """Position in the file of the first byte that is read."""
         self.is_regular = not is_dash(path) and os.path.isfile(path)
         self.n_bytes = os.path.getsize(path) if self.is_regular else None
 
@@ -264,7 +264,7 @@ class InputFile:
 
 
 def _begun(raw: io.BufferedReader) -> tuple[os.stat_result | None, int]:
-    """Return the status of a regular file that is opened, and the place of the next byte; None of what is none."""
+    """Return the status of an opened file, None unless it is a regular one, and the position of the next byte."""
     try:
         status, place = os.fstat(raw.fileno()), raw.raw.tell()
     except (OSError, AttributeError):  # a stdin without a file descriptor

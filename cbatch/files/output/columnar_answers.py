@@ -57,7 +57,7 @@ class ColumnarEncoder(RowEncoder):
                     self._check_type(field, first)
 
     def _check_type(self, field: Any, rows: Any | None) -> None:
-        """Refuse a column that cannot be written, before a run has answers for it; the first of `rows` is tried."""
+        """Refuse a column that cannot be written, before the run; the first of `rows` is written as a test."""
         pyarrow = import_pyarrow()
         schema = pyarrow.schema([self._written(field)])
         try:

@@ -255,7 +255,7 @@ def _plain_value(value: Any) -> object:
 
 
 def _taken(name: str, taken: set[str]) -> str:
-    """Add a name to others, with a number where it is among them, and return it."""
+    """Add a name to `taken`, with a number if it is there already, and return it."""
     names = chain([name], (f"{name}_{n}" for n in count(2)))
     found = next(candidate for candidate in names if candidate not in taken)
     taken.add(found)

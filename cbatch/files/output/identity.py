@@ -114,7 +114,7 @@ ERRORS = "errors so far"
 """A name in a manifest's settings: kinds and first message of the errors among its records, as JSON."""
 
 MADE = "output as written"
-"""A name in a manifest's settings: `mark_of` the columnar output that was made of the records last."""
+"""A name in a manifest's settings: `mark_of` the columnar output when it was last written from the records."""
 
 _PIPE = "a pipe"
 _N_SHOWN = 200
@@ -191,7 +191,7 @@ def _place(path: str, folder: Path) -> str:
 
 
 def mark_of(path: Path) -> str:
-    """Return the size of a file, and a digest of its beginning and its end, which a later version hardly has."""
+    """Return a file's size and a digest of its beginning and end; a changed file hardly ever has the same."""
     size, digest = path.stat().st_size, blake2b(digest_size=16)
     with path.open("rb") as file:
         for start in (0, max(0, size - _N_MARKED)):

@@ -334,7 +334,7 @@ class Manifest:
         self.execute_many("INSERT INTO settings VALUES (?, ?)", rows)
 
     def note(self, name: str, value: str) -> None:
-        """Replace one setting, and wait until that is on disk."""
+        """Replace one setting, and wait until the change is on disk."""
         with self.transaction(is_durable=True):
             self.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", name, _stored(value))
 

@@ -50,7 +50,7 @@ class OutputSpec:
         origin: the input; None: not compared.
         header: the first bytes of both files.
         force: continue although settings differ; begin anew where that is impossible.
-        made: the columnar output, which is made of the records; None: there is none.
+        made: the columnar output, which is written from the records; None if there is none.
     """
 
     output: Path
@@ -97,8 +97,8 @@ class Outputs:
         for file in self.files:
             if (aside := file.repair()) is not None:
                 self.notes.append(
-                    f"{file.path} had bytes after its last record, of a killed run or of another program: they "
-                    f"are in {aside.name} now"
+                    f"{file.path} had bytes after its last record, from a killed run or another program: they "
+                    f"were moved to {aside.name}"
                 )
             with told(file.path):
                 disk.sync_folder(file.path.parent)
@@ -155,7 +155,7 @@ def _opened(spec: OutputSpec, manifest: Path, *notes: str) -> Outputs:
 
 
 def _check_made(spec: OutputSpec, mark: str) -> None:
-    """Raise ConfigError where another program has changed the columnar output."""
+    """Raise ConfigError if another program has changed the columnar output."""
     if not mark or spec.force or spec.made is None or not spec.made.is_file():
         return
     if mark_of(spec.made) != mark:

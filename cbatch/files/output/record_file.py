@@ -76,7 +76,7 @@ class RecordFile:
         self._fd = open_locked(self.path, mode)
 
     def close(self) -> None:
-        """Close the file; what of it is ours and not committed is cut off."""
+        """Close the file, after cutting off bytes that this run has written but not committed."""
         if self._is_ahead:
             with suppress(OSError):
                 disk.truncate(self._fd, self.row.size)
@@ -185,10 +185,10 @@ class RecordFile:
         return not header.startswith(found[: len(header)]) or b"\n" in found[len(header) :]
 
     def repair(self) -> Path | None:
-        """Move bytes that are not committed to another file, remove superseded records; put a missing header in.
+        """Move uncommitted bytes to another file, remove superseded records, and write a missing header.
 
         Returns:
-            The other file, if there were such bytes: a killed run has written them, or another program.
+            The other file, or None without such bytes. A killed run or another program has written them.
         """
         n_bytes, header, aside = os.fstat(self._fd).st_size, self.row.header, None
         with told(self.path):
@@ -206,7 +206,7 @@ class RecordFile:
         return aside
 
     def _set_aside(self, start: int, end: int) -> Path:
-        """Copy a part of the file to a new file; return that."""
+        """Copy the bytes from `start` to `end` to a new file; return its path."""
         path = next(path for path in _places_aside(self.path) if not path.exists())
         part = part_of(path)
         fd = disk.create(part)
@@ -307,7 +307,7 @@ def open_locked(path: Path, mode: int = disk.ANYBODY) -> int:
 
 
 def check_unlocked(path: Path) -> None:
-    """Raise ConfigError where another run has the file open."""
+    """Raise ConfigError if another run has the file open."""
     if disk.is_locked(path):
         raise _locked_error(path)
 

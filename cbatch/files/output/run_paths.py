@@ -64,7 +64,7 @@ def bring_manifest(name: Path) -> Path:
         OutputError: the disk is full.
     """
     output = real(name)
-    # before SQLite opens the manifest: a process loses SQLite's own lock where it closes the file, as `status_of` does
+    # before SQLite opens the manifest: its lock is lost if this process reads the file otherwise, as `status_of` does
     check_unlocked(output)
     home, left = manifest_of(output), manifest_at(name)
     if left != home:
