@@ -45,7 +45,7 @@ def start(thread: threading.Thread) -> None:
         run()
 
     inside: Any = thread
-    inside.run, inside._started = begin, _Started(inside)
+    inside.run, inside._started = begin, _Running(inside)
     with HeldBack(), no_finalizers():
         try:
             thread.start()
@@ -57,7 +57,7 @@ def start(thread: threading.Thread) -> None:
         raise NoThreadError
 
 
-class _Started(threading.Event):
+class _Running(threading.Event):
     """Set once a thread runs. A thread without memory may end before that, which ends all waiting, too."""
 
     def __init__(self, thread: Any) -> None:
@@ -79,7 +79,7 @@ class _Started(threading.Event):
 class _Bootstrap:
     """What a new thread calls. Not a function: without memory for a frame, Python 3.11 keeps a function for ever."""
 
-    def __init__(self, thread: Any, started: _Started) -> None:
+    def __init__(self, thread: Any, started: _Running) -> None:
         self._thread, self._started = thread, started
 
     def __call__(self) -> None:
