@@ -44,7 +44,7 @@ class Machine:
         self.synced = {
             path.name: path.stat().st_size for path in folder.iterdir() if path.name not in MANIFEST
         }
-        self.renamed: dict[str, tuple[str, bytes]] = {}
+        self.renamed: dict[str, tuple[str, bytes | None]] = {}
         self.manifest = self._manifest_now()
 
     def is_killed(self, do: Callable[[Path], object]) -> bool:
@@ -76,7 +76,7 @@ class Machine:
         """Note what is there before a step."""
         if name == "replace":
             new, old = (Path(str(arg)) for arg in args)
-            self.renamed[old.name] = new.name, old.read_bytes()
+            self.renamed[old.name] = new.name, old.read_bytes() if old.exists() else None
 
     def _follow(self, name: str, *args: object) -> None:
         """Note what the disk has for certain after a step."""
@@ -124,7 +124,8 @@ class Machine:
     def _lose_names(self) -> None:
         for old, (new, data) in self.renamed.items():
             (self.picture / old).rename(self.picture / new)
-            (self.picture / old).write_bytes(data)
+            if data is not None:
+                (self.picture / old).write_bytes(data)
 
     def _lose_unsynced(self, path: Path) -> None:
         if path.exists():
