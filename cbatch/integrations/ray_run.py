@@ -280,7 +280,7 @@ class _RayJob:
                 raise ConfigError(
                     f"{self._output}: has files that cbatch did not write: give another -o"
                 ) from None
-        differ = [name for name in said if before is not None and before.get(name) != said[name]]
+        differ = [n for n in said if before is not None and before.get(n, said[n]) != said[n]]
         marks = self._marks_of_files()
         noted = (before or {}).get(_MARKS, {})
         differ += [file for file in marks if noted.get(file, marks[file]) != marks[file]]
