@@ -8,9 +8,10 @@ import math
 import os
 import threading
 import time
+from bisect import bisect_left
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
@@ -87,8 +88,11 @@ def run_on_ray(
     _connect(address)
     ray, start_s = import_ray(), time.perf_counter()
     _quieten()
-    n_items, n_before = job.n_rows(), job.n_committed()
+    n_items = job.n_rows()
     job.keep_settings()
+    if n_removed := job.forget_removed():
+        view.say(f"{n_removed:,} rows are answered again: their files are gone from {output}")
+    n_before = job.n_committed()
     if n_before:
         view.say(f"continuing: {n_before:,} rows are answered")
     try:
@@ -210,15 +214,32 @@ class _RayJob:
 
     def n_committed(self) -> int:
         """Return the number of rows of which Ray has noted that their answers are written."""
+        return sum(n_rows for _, n_rows in self._committed())
+
+    def _committed(self) -> Iterator[tuple[str, int]]:
+        """Yield the path of each note of Ray's, and its number of rows."""
         from pyarrow import fs
 
-        found = 0
         selector = fs.FileSelector(f"{self._folder}/{_DONE}", allow_not_found=True)
         for info in self._files.get_file_info(selector):
             if info.type == fs.FileType.File and not info.base_name.endswith(".pending.parquet"):
                 with self._files.open_input_file(info.path) as file:
-                    found += import_pyarrow().parquet.read_metadata(file).num_rows
-        return found
+                    yield info.path, import_pyarrow().parquet.read_metadata(file).num_rows
+
+    def forget_removed(self) -> int:
+        """Remove the notes whose answers are gone, and return their number of rows.
+
+        The name of a file of answers begins with that of its note: Ray, too, finds files so.
+        """
+        outputs = sorted(PurePosixPath(path).name for path in self._outputs())
+        n_removed = 0
+        for path, n_rows in self._committed():
+            name = PurePosixPath(path).stem
+            place = bisect_left(outputs, name)
+            if not outputs[place : place + 1] or not outputs[place].startswith(name):
+                self._files.delete_file(path)
+                n_removed += n_rows
+        return n_removed
 
     def _columns(self) -> tuple[str, str, str]:
         """Return the names of the columns of errors and tokens in the output."""

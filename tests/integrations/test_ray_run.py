@@ -123,6 +123,9 @@ def test_run_continues_with_the_rows_that_a_killed_driver_left(
     assert n_new == 60 - n_before  # no row was computed twice
     assert run(*args).exit_code == 1  # nothing is left; two rows have errors
     assert [row["n"] for row in answers(out)] == [*range(60)]
+    next(out.glob("*.parquet")).unlink()
+    assert "rows are answered again: their files are gone" in run(*args).output
+    assert [row["n"] for row in answers(out)] == [*range(60)]
     for more, what in (
         (["--seed", "3"], "another options"),
         (["--chat-template", "chatml"], "another settings"),
