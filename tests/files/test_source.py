@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cbatch.errors import ConfigError
@@ -267,6 +269,38 @@ def test_file_that_is_rewritten_while_it_is_read_has_not_ended(
         with open(path, "r+") as file:
             file.write("new line\n" * n_lines)
         with pytest.raises(ConfigError, match="was rewritten while it was read: run the same"):
+            list(items)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "parquet"])
+@pytest.mark.parametrize("change", ["cut off", "rewritten", "cut off before"])
+def test_columnar_file_that_changes_while_it_is_read_has_not_ended(
+    tmp_path: Path, kind: str, change: str
+) -> None:
+    def write_rows(word: str) -> int:
+        table = pa.table({"prompt": [f"{word} {i:05}" for i in range(6000)]})
+        if kind == "parquet":
+            pq.write_table(table, path, row_group_size=1500)
+            return path.stat().st_size // 2
+        with (pa.ipc.new_file if kind == "file" else pa.ipc.new_stream)(path, table.schema) as out:
+            n_bytes = []
+            for batch in table.to_batches(max_chunksize=1500):
+                out.write_batch(batch)
+                n_bytes.append(path.stat().st_size)
+        return n_bytes[-1]
+
+    path = tmp_path / ("in.parquet" if kind == "parquet" else "in.arrow")
+    n_bytes_part = write_rows("old")
+    with open_source(str(path)) as source:
+        items = iter(source)
+        if change != "cut off before":
+            next(items)
+        if change == "rewritten":
+            write_rows("new")
+        else:
+            os.truncate(path, n_bytes_part)
+        said = "had [0-9,]+ bytes" if change == "cut off before" else "was rewritten while|read as"
+        with pytest.raises(ConfigError, match=said):
             list(items)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -9,7 +10,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import ItemError
 from cbatch.files.input.row_prompts import Unread
 from cbatch.files.input.tables import InputTable, check_unique
-from cbatch.files.input.text_files import InputFile, not_utf8
+from cbatch.files.input.text_files import InputFile, not_utf8, rewritten
 from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
@@ -38,14 +39,15 @@ def import_pyarrow() -> Any:
 def open_table(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[Any]]]:
     """Open a file: its schema, its number of rows where the file tells it, and its batches.
 
-    ConfigError where it is of another format, or damaged; of batches, too.
+    ConfigError where it is of another format, or damaged; of batches, too, and where the file is written to.
     """
     with ExitStack() as stack:
         with _readable(path, format):
             file = stack.enter_context(open(path, "rb"))  # pyarrow opens no name that is not UTF-8
+            before = os.fstat(file.fileno())
             schema, n_rows, batches = _opened(stack, file, format)
             check_unique(schema.names, readable(path))
-        yield schema, n_rows, _told(batches, path, format)
+        yield schema, n_rows, _unchanged(_told(batches, path, format), path, file, before)
 
 
 def _opened(stack: ExitStack, file: BinaryIO, format: str) -> tuple[Any, int | None, Iterator[Any]]:
@@ -78,6 +80,23 @@ def _told(batches: Iterator[Any], path: str, format: str) -> Iterator[Any]:
     while True:
         with _readable(path, format):
             batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _unchanged(
+    batches: Iterator[Any], path: str, file: BinaryIO, before: os.stat_result
+) -> Iterator[Any]:
+    """Yield batches as long as nobody writes to the file; ConfigError where somebody did.
+
+    A batch may be of another version, and a stream that is cut off between two batches seems to be whole.
+    """
+    while True:
+        batch = next(batches, None)
+        now = os.fstat(file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise rewritten(readable(path))
         if batch is None:
             return
         yield batch
@@ -125,6 +144,7 @@ def columnar_table(
     file: InputFile, lines: object, known: object, *, format: str
 ) -> Iterator[InputTable]:
     """Open the table of an input file."""
+    file.check_size(os.path.getsize(file.path))
     with open_table(file.path, format) as (schema, n_rows, batches):
         yield InputTable(types_of(schema), _rows(file, n_rows, batches))
 

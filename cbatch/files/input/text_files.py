@@ -163,15 +163,18 @@ class InputFile:
         # compressed data may have been cut off between two streams of it, and be whole
         is_plain = self._raw is self._text
         n_now = self._n_bytes if is_plain else os.fstat(self._raw.fileno()).st_size - self._start
-        if n_now < n_due:  # missing lines were not removed
-            raise ConfigError(
-                f"{self.name}: was cut off or replaced while it was read: it had {n_due:,} bytes and now has "
-                f"{n_now:,}: run the same command again when it is complete"
-            )
+        self.check_size(n_now, n_due)
         if is_plain and self._is_rewritten():
             # a line may be of one version in part, and in part of another
+            raise rewritten(self.name)
+
+    def check_size(self, n_bytes: int, n_due: int | None = None) -> None:
+        """Raise ConfigError where a file has fewer bytes than it had: what is missing was not removed."""
+        n_due = self.n_bytes if n_due is None else n_due
+        if n_due is not None and n_bytes < n_due:
             raise ConfigError(
-                f"{self.name}: was rewritten while it was read: run the same command again when it is complete"
+                f"{self.name}: was cut off or replaced while it was read: it had {n_due:,} bytes and now has "
+                f"{n_bytes:,}: run the same command again when it is complete"
             )
 
     def ahead(self) -> Iterator[bytes | LongLine]:
@@ -270,6 +273,13 @@ def _begun(raw: io.BufferedReader) -> tuple[os.stat_result | None, int]:
     except (OSError, AttributeError):  # a stdin without a file descriptor
         return None, 0
     return (status if stat.S_ISREG(status.st_mode) else None), place
+
+
+def rewritten(name: str) -> ConfigError:
+    """Return the error of a file whose bytes are not those that were read."""
+    return ConfigError(
+        f"{name}: was rewritten while it was read: run the same command again when it is complete"
+    )
 
 
 def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> InputLineError:
