@@ -439,8 +439,8 @@ class Engine:
             streamed: deliver chunks from the first step on; otherwise, from the moment a reader asks for them.
             dedupe: compute equal prompts with equal options once if the answer is certain to be the same: a single one,
                 greedy or with a seed. Each prompt has its own result; a copy ends together with the first of its
-                equals and in the same way, and its id cannot be cancelled or paused. Prompts are read
-                one by one, as a generator's; while the first of equal ones is computed, 1,024 more copies are read.
+                equals and in the same way, and its id cannot be cancelled or paused. From a generator, 1,024 more
+                copies are read while the first of equal ones is computed.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. If only
@@ -456,19 +456,17 @@ class Engine:
         is_streamed = check_flag("streamed", streamed)
         before = self.stats() if view else None
         is_deduped = check_flag("dedupe", dedupe)
-        is_list = not is_source(prompts)
-        if is_deduped and is_list:
-            prompts = iter(as_prompts(cast("Prompt | Iterable[Prompt]", prompts)))
         if is_source(prompts):
             source = self._source_of(prompts)
             mailbox = self._mailbox(
                 0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again, is_streamed=is_streamed
             )
             mailbox.copies = Copies() if is_deduped else None
-            self._submitter.feed(source, run_options, ends_s, mailbox, reads_all=is_list)
+            self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
             items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))
             mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)
+            mailbox.copies = Copies() if is_deduped else None
             self._submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before), engine=self)
 

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from cbatch.errors import ConfigError
 from cbatch.options import RunOptions, values_of
 from cbatch.runtime.output_size import size_of_result
 from cbatch.support.interrupts import HeldBack
@@ -94,8 +95,11 @@ class Copies:
 
 def _key_of(prompt: BatchPrompt, run_options: RunOptions) -> bytes | None:
     """Return a digest of what a request's only answer depends on; None where it may not be shared."""
-    own = RunOptions.of(prompt.options)
-    options = own.over(run_options)
+    try:
+        own = RunOptions.of(prompt.options)
+        options = own.over(run_options)
+    except ConfigError:  # it is refused where it is submitted
+        return None
     is_drawn = options.temperature != 0 and options.seed is None and not options.choice_probs
     is_own = options.logits_processor is not None or options.save_cache or options.slot is not None
     if is_drawn or is_own or options.n_choices > 1 or options.pause_every is not None:

@@ -89,8 +89,8 @@ class Submission:
     ends_s: float
     """Deadline of the whole batch, in seconds of `time.perf_counter`."""
     target: Target
-    first_place: int = 0
-    """The first request's place in its batch; the others follow."""
+    places: Sequence[int] = (0,)
+    """The requests' places in their batch."""
     age_s: float = 0.0
     """Seconds since the requests were first submitted: their times and deadlines count from then."""
     may_wait: bool = True

@@ -275,12 +275,12 @@ class LocalRuntime:
         is_rejected = self._schedule.when_full == "reject" and not (asked.is_fed or asked.is_paused)
         if is_rejected and n_limit is not None:
             self.orders.check_room(len(drivers), n_limit)  # before a thread tokenizes the prompts
-        ids, places = [asked.ids[i] for i in items], [asked.first_place + i for i in items]
+        ids, places = [asked.ids[i] for i in items], [asked.places[i] for i in items]
         note(self._submitting)
         with self._submitting:
             self.orders.add(routes, asked.target, ids, [*items.values()], places)
         refusals = [
-            refused(asked.ids[i], asked.first_place + i, error)
+            refused(asked.ids[i], asked.places[i], error)
             for i, error in enumerate(made)
             if isinstance(error, ConfigError)
         ]
@@ -311,7 +311,8 @@ class LocalRuntime:
             asked.ends_s, now + (math.inf if options.timeout_s is None else options.timeout_s)
         )
         routes: dict[str, Route] = {
-            id: Route(asked.target, asked.first_place + i, id) for i, id in enumerate(asked.ids)
+            id: Route(asked.target, place, id)
+            for id, place in zip(asked.ids, asked.places, strict=True)
         }
         texts = [
             self.texts.text(

@@ -150,16 +150,20 @@ class Submitter:
         """
         with HeldBack(), self._naming:
             ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
-        names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
         mailbox.ids.update(enumerate(ids))
+        places: Sequence[int] = range(len(prompts))
+        if mailbox.copies is not None:
+            places = [i for i in places if not mailbox.is_copy(prompts[i], options, i, ids[i])]
+            prompts, ids = [prompts[i] for i in places], [ids[i] for i in places]
         self._enter(
             Submission(
                 prompts,
                 ids,
-                names,
+                ["" if p.id else f"prompts[{i}]" for i, p in zip(places, prompts, strict=True)],
                 options,
                 ends_s,
                 mailbox,
+                places,
                 may_wait=may_wait and not is_soon and not is_in_event_loop(),
                 asks_again=mailbox.asks_again,
                 is_checked=is_soon,
@@ -182,16 +186,12 @@ class Submitter:
         ends_s: float,
         mailbox: Mailbox,
         reading: FeedReading = AS_PROMPTS,
-        *,
-        reads_all: bool = False,
     ) -> None:
         """Submit prompts as they are read from `source`, until the source or the batch ends.
 
-        Args:
-            source: gives prompts, or whatever `reading` reads.
-            ends_s: when reading ends. With `reads_all`, all prompts are read; later ones end with a `DeadlineError`.
+        `reading` tells what the source gives.
         """
-        if ends_s < math.inf and not reads_all:
+        if ends_s < math.inf:
             self._runtime.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(
             source, mailbox, partial(self._put, mailbox, options, ends_s, reading)
@@ -227,7 +227,7 @@ class Submitter:
                     options,
                     ends_s,
                     mailbox,
-                    first_place=place,
+                    [place],
                     is_fed=True,
                     asks_again=mailbox.asks_again,
                     job=mailbox.job,

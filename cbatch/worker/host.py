@@ -370,6 +370,7 @@ class Host:
             self._options.of(command.options),
             time.perf_counter() + seconds,
             batch,
+            range(len(ids)),
             age_s=command.age_s,
             is_paused=command.paused,
             is_fed=command.fed,

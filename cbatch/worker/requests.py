@@ -125,15 +125,15 @@ class Asked:
             ConfigError: a prompt has a value that cannot be sent.
         """
         now, s = time.perf_counter() - submission.age_s, submission
-        call = replace(s, prompts=(), ids=(), names=(), is_part=s.is_group)
-        for i, (prompt, id, name) in enumerate(zip(s.prompts, s.ids, s.names, strict=True)):
+        call = replace(s, prompts=(), ids=(), names=(), places=(), is_part=s.is_group)
+        for prompt, id, name, place in zip(s.prompts, s.ids, s.names, s.places, strict=True):
             own = RunOptions.of(prompt.options)
             n = own.n if own.n is not None else s.options.n
             yield cls(
                 id,
                 prompt,
                 call,
-                s.first_place + i,
+                place,
                 name,
                 submitted_s=now,
                 item=_encoded(prompt, id, name),
@@ -149,7 +149,7 @@ class Asked:
         origin = result.origin
         assert isinstance(origin, Origin)
         request, now = origin.request, time.perf_counter()
-        call = Submission((), (), (), request.options, math.inf, target)
+        call = Submission((), (), (), request.options, math.inf, target, ())
         more = cls(id, request.prompt, call, 0, "", submitted_s=now)
         more.extended, more.n_more, more.slot = result, n_more, request.options.slot
         return more

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cbatch import BatchPrompt, Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import ConfigError, DeadlineError, PromptTooLongError
+from cbatch.errors import ConfigError, DeadlineError, PromptTooLongError, RequestCancelledError
 from cbatch.files import run_file
 from cbatch.runtime import copies
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, N_COPIES_AHEAD
@@ -104,11 +104,27 @@ def test_copies_of_a_failed_request_fail_and_later_ones_are_computed(engine: Eng
 
 
 @each_kind
-def test_cancelled_batch_ends_every_copy(engine: Engine) -> None:
-    response = engine.run(["a", "b"] * 50, options={**GREEDY, "max_tokens": 40}, dedupe=True)
-    response.cancel()
+@pytest.mark.parametrize("by", ["response", "engine"])
+def test_cancelled_batch_of_a_list_ends_every_item(engine: Engine, by: str) -> None:
+    items = [f"{i % 40}" for i in range(400)]
+    response = engine.run(items, options={**GREEDY, "max_tokens": 40}, dedupe=True)
+    if by == "engine":
+        engine.cancel_all()
+    else:
+        response.cancel()
     results = response.results(return_errors=True)
-    assert len({result.id for result in results}) == len(results)
+    assert [result.id for result in results] == [*response.ids]
+    assert len(results) == 400
+    assert {type(result.error) for result in results} <= {type(None), RequestCancelledError}
+
+
+@pytest.mark.parametrize("is_source", [False, True])
+def test_item_with_wrong_options_fails_alone(engine: Engine, *, is_source: bool) -> None:
+    items = [BatchPrompt(prompt="a", options=o) for o in (None, {"n": 3}, {"n": 3}, None)]
+    options = {**GREEDY, "best_of": 2}  # less than n
+    response = engine.run(iter(items) if is_source else items, options=options, dedupe=True)
+    errors = [type(r.error) for r in response.results(return_errors=True)]
+    assert errors == [type(None), ConfigError, ConfigError, type(None)]
 
 
 def test_waiting_copies_do_not_hold_up_what_is_behind_them() -> None:
