@@ -4,6 +4,7 @@ import datetime
 import json
 import pickle
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.input.columnar import rows_of
 from cbatch.files.input.source import open_source
+from cbatch.files.output import durable
 from cbatch.files.output.columnar_answers import ColumnarEncoder
 from cbatch.files.output.encoders import AnswerColumns
 from cbatch.files.output.target import encoder
@@ -285,14 +287,13 @@ def test_dictionaries_that_differ_are_written_as_values(tmp_path: Path) -> None:
     assert out["review"].type == pa.string()
 
 
-def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_finish_compares_each_row_with_the_one_that_was_answered(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
     (tmp_path / "records").write_bytes(b'["too", "few"]\n')
     with open_source(path, template="{review}") as source:
         encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     with pytest.raises(ConfigError, match="row 1 differs from the row"):
-        encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3, [1])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]
+        encode.finish(tmp_path / "records", tmp_path / "part", 3, [1])
 
 
 # ---- an input that changes while a run reads it ----
@@ -451,9 +452,68 @@ def test_columnar_output_that_somebody_changed_is_replaced_if_forced_only(
         changed = whole.append_column("mine", pa.array([1] * len(whole)))
         save(out, changed)
         for _ in range(2):
-            with pytest.raises(ConfigError, match=f"{name}: was changed since cbatch wrote it: "):
+            with pytest.raises(
+                ConfigError, match=f"{name}: another program has put it there, or changed it"
+            ):
                 run()
         assert load(out) == changed
         assert run(force=True) == whole
         out.unlink()
         assert run() == whole
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.arrow"])
+@pytest.mark.parametrize("when", ["after a part", "while it runs"])
+def test_file_that_comes_to_the_place_of_a_columnar_output_is_kept(
+    tmp_path: Path, name: str, when: str
+) -> None:
+    source, out = save(tmp_path / "in.parquet"), tmp_path / name
+
+    def put(*_: object) -> None:
+        out.write_text("mine")
+
+    with make_engine() as engine:
+
+        def run(**more: Any) -> None:
+            run_file(source, out, engine=engine, template="{review}", **more)
+
+        if when == "after a part":
+            run(limit=1)
+            out.unlink(missing_ok=True)
+            put()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"{name}: another program has put it there"):
+                run(on_result=put)
+        assert out.read_text() == "mine"
+        out.unlink()
+        run()
+        assert len(load(out)) == len(TABLE)
+
+
+def test_run_killed_while_its_columnar_output_is_replaced_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save(tmp_path / "in.parquet"), tmp_path / "out.parquet"
+    replace = durable.replace
+    with make_engine() as engine:
+        for options in ({"seed": 1}, {"seed": 2}):
+
+            def run(options: Any = options) -> None:
+                run_file(
+                    source, out, engine=engine, template="{review}", options=options, force=True
+                )
+
+            run()
+            for is_late in (False, True):
+
+                def killed(new: Path, old: Path, *, is_late: bool = is_late) -> None:
+                    if is_late or old != out:
+                        replace(new, old)
+                    if old == out:
+                        raise KeyboardInterrupt
+
+                monkeypatch.setattr(durable, "replace", killed)
+                with suppress(KeyboardInterrupt):
+                    run()
+                monkeypatch.setattr(durable, "replace", replace)
+                run_file(source, out, engine=engine, template="{review}", options=options)

@@ -15,7 +15,6 @@ from cbatch.chat.vector_calls import as_base64
 from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, rows_of, types_of
 from cbatch.files.input.row_prompts import as_text
-from cbatch.files.output.durable import mode_of, whole
 from cbatch.files.output.encoders import AnswerColumns, RowEncoder, Vector, dump
 from cbatch.files.output.identity import as_json
 
@@ -91,12 +90,12 @@ class ColumnarEncoder(RowEncoder):
         own = [None if row.get(name) is None else as_text(row[name]) for name in self.layout.own]
         return dump([*own, *values])
 
-    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
+    def finish(self, records: Path, part: Path, n_items: int, numbers: Iterable[int]) -> None:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
             records: one for each item, in the order of the items.
-            target: is replaced when all rows are written.
+            part: the new file.
             numbers: of the items that have a record; those that are in the input no more come last.
 
         Raises:
@@ -104,7 +103,7 @@ class ColumnarEncoder(RowEncoder):
         """
         kept = f"No answer is lost: they are in {records}"
         try:
-            with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
+            with closing(_read(records)) as found:
                 numbered = zip(numbers, found, strict=True)
                 self._write(part, numbered, n_items, self._embeddings(records))
         except ConfigError as error:
@@ -114,7 +113,7 @@ class ColumnarEncoder(RowEncoder):
             ) from error
         except import_pyarrow().ArrowException as error:
             raise ConfigError(
-                f"{target}: cannot be written as {self._format}: {error}. {kept}"
+                f"the answers cannot be written as {self._format}: {error}. {kept}"
             ) from error
 
     def _embeddings(self, records: Path) -> _Embeddings:
@@ -202,7 +201,7 @@ class NpyEncoder(RowEncoder):
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
         return dump(_packed(values))
 
-    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
+    def finish(self, records: Path, part: Path, n_items: int, numbers: Iterable[int]) -> None:
         """Write the array; see `ColumnarEncoder.finish`."""
         import numpy as np
 
@@ -211,7 +210,6 @@ class NpyEncoder(RowEncoder):
         head = np.lib.format.header_data_from_array_1_0(row) | {"shape": (n_items, n_numbers)}
         with ExitStack() as stack:
             found = stack.enter_context(closing(_read(records)))
-            part = stack.enter_context(whole(target, mode=mode_of(records)))
             file = stack.enter_context(part.open("wb"))
             np.lib.format.write_array_header_1_0(file, head)
             numbered = zip(numbers, found, strict=True)

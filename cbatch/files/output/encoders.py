@@ -74,7 +74,7 @@ class Encoder:
         """Return the record of an item that could not run."""
         return b""
 
-    def finish(self, records: Path, target: Path, n_items: int, numbers: Iterable[int]) -> None:
+    def finish(self, records: Path, part: Path, n_items: int, numbers: Iterable[int]) -> None:
         """Write the output from the file of records of `n_items`, for formats that are written at the end of a run.
 
         `numbers` are those of the items of the records, in the order of the file.

@@ -26,7 +26,7 @@ from cbatch.support.checks import readable
 
 _N_BYTES = 16
 
-_WITHOUT_EFFECT = ("max_completion_tokens", "pause_every", "priority", "slot")
+_WITHOUT_EFFECT = ("cache_salt", "max_completion_tokens", "pause_every", "priority", "slot")
 """What an answer does not depend on; `max_completion_tokens` is merged into `max_tokens`."""
 
 _NAMES = tuple(f.name for f in fields(RunOptions) if f.name not in _WITHOUT_EFFECT)
@@ -114,7 +114,10 @@ ERRORS = "errors so far"
 """A name in a manifest's settings: kinds and first message of the errors among its records, as JSON."""
 
 MADE = "output as written"
-"""A name in a manifest's settings: `mark_of` the columnar output when it was last written from the records."""
+"""A name in a manifest's settings: `mark_of` the columnar output that may be replaced.
+
+It was written from the records, or was there when a run began with --force. While it is replaced, the new one's too.
+"""
 
 _PIPE = "a pipe"
 _N_SHOWN = 200
@@ -192,11 +195,17 @@ def _place(path: str, folder: Path) -> str:
 
 def mark_of(path: Path) -> str:
     """Return a file's size and a digest of its beginning and end; a changed file hardly ever has the same."""
-    size, digest = path.stat().st_size, blake2b(digest_size=16)
     with path.open("rb") as file:
-        for start in (0, max(0, size - _N_MARKED)):
-            file.seek(start)
-            digest.update(file.read(_N_MARKED))
+        return mark_of_opened(file)
+
+
+def mark_of_opened(file: Any) -> str:
+    """Return `mark_of` a file that is open for reading bytes, also one of pyarrow's."""
+    file.seek(0, os.SEEK_END)
+    size, digest = file.tell(), blake2b(digest_size=16)
+    for start in (0, max(0, size - _N_MARKED)):
+        file.seek(start)
+        digest.update(file.read(_N_MARKED))
     return f"{size} {digest.hexdigest()}"
 
 

@@ -145,7 +145,10 @@ def _opened(spec: OutputSpec, manifest: Path, *notes: str) -> Outputs:
     with _closed_on_error(outputs):
         before = outputs.manifest.settings()
         made = before.get(MADE, "")
-        _check_made(spec, made)
+        if spec.made is not None:
+            if spec.force and spec.made.is_file():
+                made = mark_of(spec.made)
+            check_made(spec.made, made, "give another output, or replace it (--force)")
         outputs.open_files(_rows(outputs, spec), disk.mode_of(spec.output))
         with outputs.manifest.transaction():
             kept = {ERRORS: before.get(ERRORS, "{}"), MADE: made}
@@ -154,13 +157,11 @@ def _opened(spec: OutputSpec, manifest: Path, *notes: str) -> Outputs:
     return outputs
 
 
-def _check_made(spec: OutputSpec, mark: str) -> None:
-    """Raise ConfigError if another program has changed the columnar output."""
-    if not mark or spec.force or spec.made is None or not spec.made.is_file():
-        return
-    if mark_of(spec.made) != mark:
+def check_made(made: Path, marks: str, way_out: str) -> None:
+    """Raise ConfigError if a columnar output is there that cbatch did not write so, by its marks (`MADE`)."""
+    if made.is_file() and made.stat().st_size and mark_of(made) not in marks.split(", "):
         raise ConfigError(
-            f"{spec.made}: was changed since cbatch wrote it: move it, give another output, or replace it (--force)"
+            f"{made}: another program has put it there, or changed it: move it, {way_out}"
         )
 
 

@@ -10,7 +10,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.adopt import adopt
 from cbatch.files.file_formats import COLUMNAR, WRITTEN_LAST, check_name, output_format
 from cbatch.files.input.item import Seen
-from cbatch.files.output.durable import create, take_access, told
+from cbatch.files.output.durable import create, mode_of, take_access, told, whole
 from cbatch.files.output.encoders import (
     WHERE_ASKED,
     AnswerColumns,
@@ -24,7 +24,7 @@ from cbatch.files.output.identity import MADE, mark_of
 from cbatch.files.output.journal import Claim, Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
-from cbatch.files.output.opening import OutputSpec, reopened
+from cbatch.files.output.opening import OutputSpec, check_made, reopened
 from cbatch.files.output.run_paths import (
     is_file_place,
     manifest_at,
@@ -180,14 +180,19 @@ class RunOutputs:
         """Make a columnar output of its records, for an input of `n_items`; other outputs are complete already.
 
         Raises:
-            ConfigError: the input was changed while it was read.
+            ConfigError: the input was changed while it was read, or another program changed the output.
         """
         if self._is_columnar:
             sort_in_place(self._records)
             with reopened(self._records) as outputs, closing(outputs.files[0].numbers()) as numbers:
-                outputs.manifest.note(MADE, "")
-                self.encoder.finish(self._records, self.path, n_items, numbers)
-                outputs.manifest.note(MADE, mark_of(self.path))
+                marks = outputs.manifest.settings().get(MADE, "")
+                with whole(self.path, mode=mode_of(self._records)) as part:
+                    self.encoder.finish(self._records, part, n_items, numbers)
+                    way_out = f"and run the same command again. No answer is lost: they are in {self._records}"
+                    check_made(self.path, marks, way_out)
+                    new = mark_of(part)
+                    outputs.manifest.note(MADE, f"{marks}, {new}")
+                outputs.manifest.note(MADE, new)
 
 
 def layout_of(
