@@ -21,7 +21,7 @@ from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.files.input.columnar import import_pyarrow, rows_of
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
-from cbatch.files.output.identity import mark_of
+from cbatch.files.output.identity import mark_of, mark_of_opened
 from cbatch.files.settings import FileOptions, read_to_load, split_settings
 from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
@@ -42,7 +42,7 @@ _OF_ANSWERS = ("adapters", "cache_type_", "chat_template", "exact", "rope_", "ya
 """Beginnings of the names of engine settings that change answers."""
 
 _MARKS = "files"
-"""A key in the folder's settings: `mark_of` each file that is loaded."""
+"""A key in the folder's settings: `mark_of` each file that is loaded or read."""
 
 _SETTINGS, _DONE = "_cbatch.json", "_done"  # readers of folders of Parquet leave such names out
 
@@ -314,9 +314,13 @@ class _RayJob:
             file.write(dump({**said, _MARKS: {**noted, **marks}}))
 
     def _marks_of_files(self) -> dict[str, str]:
-        """Return `mark_of` each file that is loaded, if this machine has the file."""
+        """Return `mark_of` each file of the input, and each that is loaded, if this machine has it."""
         places = map(Path, read_to_load(self._spec.model, self._spec.settings))
-        return {str(place): mark_of(place) for place in places if place.is_file()}
+        marks = {str(place): mark_of(place) for place in places if place.is_file()}
+        for files, path, _ in self._inputs():
+            with files.open_input_file(path) as file:
+                marks[path] = mark_of_opened(file)
+        return marks
 
     # ---- the work ----
 

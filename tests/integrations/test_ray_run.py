@@ -137,6 +137,20 @@ def test_run_continues_with_the_rows_that_a_killed_driver_left(
 
 @pytest.mark.real
 @with_ray
+def test_run_is_not_continued_with_other_rows_in_as_many_bytes(
+    cluster: Any, tmp_path: Path
+) -> None:
+    table = tmp_path / "in.parquet"
+    args = [table, "-o", tmp_path / "out", "--ray", "auto", *ENGINE, "--max-tokens", "2"]
+    for word in ("red", "fox"):
+        pq.write_table(pa.table({"prompt": [word] * 8}), table)
+        result = run(*args)
+    assert result.exit_code == 2
+    assert f"was made with another {table}: use the same" in " ".join(result.output.split())
+
+
+@pytest.mark.real
+@with_ray
 def test_run_is_not_continued_with_another_model_of_the_same_name(
     cluster: Any, table: Path, tmp_path: Path, synth: SynthFactory
 ) -> None:
