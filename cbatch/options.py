@@ -271,6 +271,7 @@ class RunOptions:
         pause_every: pause the request whenever it has sampled this many tokens since it was started or resumed, ≥ 1;
             `engine.resume(id)` lets it go on. Default: never.
         timeout_s: seconds from submission, queue time included; then the request ends `timeout` with its partial text.
+        cache_salt: share cells in memory only with prompts of the same salt. Default: with those without one.
         cache_key: start from the cells kept on disk under this name, as far as their tokens begin the prompt. Any
             number of requests without `save_cache` may read one key at a time.
         save_cache: at the end, keep the cells of prompt and answer on disk under `cache_key`.
@@ -350,6 +351,7 @@ class RunOptions:
     slot: int | None = checked(check_int, 0, MAX_INT)
     pause_every: int | None = checked(check_int, 1, MAX_INT)
     timeout_s: float | None = checked(check_seconds)
+    cache_salt: str | None = checked(check_text, MAX_KEY_LENGTH)
     cache_key: str | None = checked(check_text, MAX_KEY_LENGTH)
     save_cache: bool | None = checked(check_flag)
     cache_required: bool | None = checked(check_flag)

@@ -616,8 +616,9 @@ def check_slots(rig: Rig) -> None:
             n = rig.state.cells.trims.get(Slot(slot))
             assert len(cells[:n]) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
-            sets = {d.request.adapters for d in rig.drivers.values()}
-            known = max(prefixes.common(a, cells[:n]).get(Slot(slot), 0) for a in sets)
+            requests = [d.request for d in rig.drivers.values()]
+            sets = {(r.adapters, r.options.cache_salt) for r in requests}
+            known = max(prefixes.common(a, cells[:n], s).get(Slot(slot), 0) for a, s in sets)
             assert known == len(cells[:n]) or (rig.backend.cuts and known)
 
 

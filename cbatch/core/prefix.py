@@ -61,7 +61,7 @@ class PrefixCache:
     continues from a checkpoint, which was taken at one of the `marks` of an earlier sequence.
 
     With the backend's `cuts`, a reused prefix ends where prompts may be cut, and output is reused only by the request
-    that continues it. Cells computed with different adapters never match.
+    that continues it. Cells computed with different adapters, or with another `cache_salt`, never match.
 
     A plan changes a `view`, which replaces this object once the plan has run.
     """
@@ -260,15 +260,17 @@ class PrefixCache:
         return n_short if 0 < n_short <= N_TAIL_MAX else 0
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, int]]:
-        """Return (tokens in common with the prompt, slot or key) of matches with the same adapters, longest first."""
+        """Return (tokens in common with the prompt, slot or key) of all matches, longest first."""
         if not self.can_retain(driver):
             return []
-        text = [driver.request.adapters, *driver.tokens[: self._n_most(driver)]]
+        text = _text(driver, self._n_most(driver))
         return [(n - 1, place) for place, n in self._index.find(text).items()]
 
-    def common(self, adapters: AdapterSet, tokens: Sequence[int]) -> dict[Slot, int]:
-        """Return for each slot with the same adapters how many leading tokens it has in common with a text."""
-        found = self._index.find([adapters, *tokens])
+    def common(
+        self, adapters: AdapterSet, tokens: Sequence[int], salt: str | None = None
+    ) -> dict[Slot, int]:
+        """Return for each slot with the same adapters and salt how many leading tokens it has in common with a text."""
+        found = self._index.find([(adapters, salt), *tokens])
         return {Slot(place): n - 1 for place, n in found.items() if place >= 0}
 
     def _best(
@@ -459,5 +461,6 @@ def with_mark(marks: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 
 def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
-    """Return the index key of a sequence's cells: its adapters, then its first tokens."""
-    return [driver.request.adapters, *driver.tokens[:n_tokens]]
+    """Return the index key of a sequence's cells: its adapters and salt, then its first tokens."""
+    request = driver.request
+    return [(request.adapters, request.options.cache_salt), *driver.tokens[:n_tokens]]

@@ -75,6 +75,15 @@ def fingerprint_of(engine: Engine) -> str:
     return f"b{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
+def _in_space(owner: str, option: str, name: str) -> str:
+    """Return a client's name for its cells in the namespace of its owner; HttpProblemError where it is too long."""
+    n_most = MAX_KEY_LENGTH - len(owner) - 1
+    if len(name) > n_most:
+        words = f"{option} must be a string of 1 … {n_most} characters, not {shown(name)}"
+        raise bad_request(words, option)
+    return f"{owner}/{name}"
+
+
 class Call(ABC):
     """What a client asks for, in some dialect."""
 
@@ -90,25 +99,24 @@ class Call(ABC):
         self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
 
     def see_client(self, owner: str, settings: ServerSettings) -> None:
-        """Put the call's cache key into the namespace of its owner. Before anything runs.
+        """Put the call's cells, in memory and on disk, into the namespace of its owner. Before anything runs.
 
         Raises:
             HttpProblemError: the server saves no cells for clients, or the key is missing or too long.
         """
         options = self.asked.options
+        if owner:
+            salt = _in_space(owner, "cache_salt", options.cache_salt or "")
+            self.asked.options = options = replace(options, cache_salt=salt)
         named = [name for name in _OF_CELLS if getattr(options, name)]
         if not named:
             return
         if not settings.allow_cache_keys:
             raise refused(named[0], "the server was started without --allow-cache-keys")
-        space, key = f"{owner or 'keyless'}/", options.cache_key
-        if key is None:
+        if options.cache_key is None:
             raise bad_request(f"{named[0]} needs a cache_key in the same request", named[0])
-        n_most = MAX_KEY_LENGTH - len(space)
-        if len(key) > n_most:
-            words = f"cache_key must be a string of 1 … {n_most} characters, not {shown(key)}"
-            raise bad_request(words, "cache_key")
-        self.asked.options = replace(options, cache_key=space + key)
+        key = _in_space(owner or "keyless", "cache_key", options.cache_key)
+        self.asked.options = replace(options, cache_key=key)
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is, before anything runs: an adapter that is named as the model is taken.

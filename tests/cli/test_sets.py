@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "slot": ("0", 0),
     "pause_every": ("4", 4),
     "timeout_s": ("2.5", 2.5),
+    "cache_salt": ("salt", "salt"),
     "cache_key": ("a key", "a key"),
     "save_cache": ("on", True),
     "cache_required": ("off", False),

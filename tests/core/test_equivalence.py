@@ -75,6 +75,7 @@ class Item:
     pauses: tuple[tuple[int, int], ...]
     """(plans after its arrival, plans until it is resumed)"""
     adapter: str | None = None
+    salt: str | None = None
     prefill_only: bool = False
     moves: tuple[int, int] | None = None
     """(n_keep, n_discard): a window that moves on."""
@@ -173,6 +174,7 @@ ITEMS = st.builds(
     timeout_s=_rarely(st.integers(0, 30)),
     pauses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple),
     adapter=st.sampled_from([None, None, None, "a", "b"]),
+    salt=st.sampled_from([None, None, "a", "b"]),
     prefill_only=st.integers(0, 7).map(lambda i: i == 7),
     moves=st.none() | st.tuples(st.integers(0, 70), st.integers(1, 100)),
     cache_key=st.sampled_from([None, None, "k", "l"]),
@@ -337,7 +339,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
-    said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar}
+    said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar, "cache_salt": item.salt}
     if item.is_processed:
         said["logits_processor"] = rolled
     if item.window and rig.backend.memory.can_shift and not rig.backend.cuts:

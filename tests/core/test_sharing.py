@@ -11,6 +11,7 @@ from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, PrefixSource
 from cbatch.core.span import PromptCuts
+from cbatch.options import RunOptions
 from cbatch.support import prefix_index
 from tests.helpers import (
     Rig,
@@ -95,6 +96,28 @@ def test_common_beginning_of_those_that_come_together_is_computed_once(n: int) -
     drive(rig)
     assert rig.stats.n_prompt_tokens == 50 + n
     assert [rig.results[r.id].usage.cached_tokens for r in requests] == [0] + [50] * (n - 1)
+    for request in requests:
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 4))
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+@pytest.mark.parametrize(
+    "memory", [partitioned(5 * 128), shared_pool(5 * 128, can_copy=True), recurrent(5)]
+)
+def test_prompts_of_different_salts_share_no_cells(
+    memory: KvCapabilities, *, is_together: bool
+) -> None:
+    rig = make_rig(5, memory=memory, checkpoint_mib=1)
+    requests = []
+    for i, salt in enumerate([None, "a", "b", "a", None]):
+        requests.append(replace(alike(1, i)[0], options=RunOptions(cache_salt=salt, max_tokens=4)))
+        rig.submit(requests[-1])
+        if not is_together:
+            drive(rig)
+    drive(rig)
+    shared = [rig.results[r.id].usage.cached_tokens for r in requests]
+    assert shared[:3] == [0, 0, 0]
+    assert is_together or memory.can_trim is False or min(shared[3:]) == 50
     for request in requests:
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 4))
 

@@ -92,9 +92,15 @@ CHAT: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-ELSEWHERE = {"logits_processor", "parallel_tool_calls", "thinking_budget", "slot", "pause_every"}
+ELSEWHERE = {
+    "logits_processor",
+    "parallel_tool_calls",
+    "thinking_budget",
+    "slot",
+    "pause_every",
+} | {"cache_salt"}
 """They take a function (test_logits_processor), a model that calls twice or thinks (test_tool_calls), others in slots
-(test_chosen_slots), or somebody who resumes (test_quanta)."""
+(test_chosen_slots), somebody who resumes (test_quanta), or other prompts in memory (test_sharing)."""
 
 
 @pytest.fixture(scope="module", params=[None, 1], ids=["thread", "worker"])

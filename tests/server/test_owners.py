@@ -183,3 +183,23 @@ def test_cells_need_a_key_of_the_request_with_room_for_its_space() -> None:
         assert error["message"] == "save_cache needs a cache_key in the same request"
         error = error_of(call(app, COMPLETIONS, {**body, "cache_key": "k" * 1024}), 400)
         assert "cache_key must be a string of 1 … 1016 characters" in error["message"]
+
+
+def test_prompts_of_a_key_share_cells_with_each_other_alone() -> None:
+    engine = Engine(FakeBackend(4, 256))
+    with fake_app(engine=engine, **KEYS) as app:
+
+        def n_cached(headers: dict[str, str], **more: Any) -> int:
+            body = {"prompt": "x" * 100, "max_tokens": 1, **more}
+            usage = call(app, COMPLETIONS, body, headers=headers).json()["usage"]
+            n_cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return n_cached
+
+        assert n_cached(ADA) == 0
+        assert n_cached(BOB) == 0
+        assert n_cached(ADA) > 90
+        assert n_cached(BOB, cache_salt="of one client") == 0
+        assert n_cached(BOB) > 90
+        assert n_cached(BOB, cache_salt="of one client") > 90
+        answer = call(app, COMPLETIONS, {"prompt": "a", "cache_salt": "s" * 1020}, headers=ADA)
+        assert "cache_salt must be a string of 1 … " in error_of(answer, 400)["message"]
