@@ -243,11 +243,13 @@ class InFlight:
     def _admit_late(self) -> bool:
         """Queue a portion of the `submit_late` sequences for which there is room; all, once the loop is closed.
 
-        Cancelled ones end in portions, too. Return whether more can be queued or ended. Owner thread.
+        Cancelled and overdue ones end in portions, too. Return whether more can be queued or ended. Owner thread.
         """
         if not (self._late or self._given_up):
             return False
-        is_closed = self._loop.is_closed
+        is_closed, now = self._loop.is_closed, self._clock()
+        overdue = iter(lambda: self._late_deadlines.pop_due(now), None)
+        self._enter([*islice(overdue, N_ENDED_MAX)])
         gone = [*islice(self._given_up, None if is_closed else N_ENDED_MAX)]
         for driver in gone:
             del self._given_up[driver]
@@ -255,13 +257,14 @@ class InFlight:
         ids = [d.request.id for d in gone]
         self._batcher.cancel_all(
             [id for id, d in zip(ids, gone, strict=True) if self._batcher.in_flight.get(id) is d],
-            self._clock(),
+            now,
         )
         n_most = len(self._late) if is_closed else N_ENTERED_MAX
         while self._late and n_most and (n_room := self._n_late_room()):
             some = [*islice(self._late, min(n_most, n_room))]
             n_most -= len(some)
             self._enter(some)
+        self._look_in_time()
         return bool(self._given_up or (self._late and self._n_late_room()))
 
     def _n_late_room(self) -> int:
@@ -271,19 +274,16 @@ class InFlight:
         return int(min(n_late, self._room(self._n_late_limit)[1]))
 
     def _look_in_time(self) -> None:
-        """Have the next deadline of late sequences looked at: one timer, however many there are. Owner thread."""
+        """Have a step done at the next deadline of late sequences: one timer, however many there are. Owner thread."""
         next_s = self._late_deadlines.next_s()
         if next_s is not None and next_s < self._next_look_s:
             self._next_look_s = next_s
             with suppress(EngineClosedError):
-                self._loop.call_at(next_s, self._enter_due)
+                self._loop.call_at(next_s, self._looked)
 
-    def _enter_due(self) -> None:
-        """Queue late sequences whose time is over, which ends them. Owner thread."""
+    def _looked(self) -> None:
+        """Note that the timer is over; `_admit_late` follows. Owner thread."""
         self._next_look_s = math.inf
-        while (driver := self._late_deadlines.pop_due(self._clock())) is not None:
-            self._enter([driver])
-        self._look_in_time()
 
     def _take_first(self, todo: deque[SequenceDriver], n_max: float) -> list[SequenceDriver]:
         """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""

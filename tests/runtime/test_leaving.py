@@ -199,9 +199,9 @@ def test_many_cancelled_end_some_between_two_steps(way: str) -> None:
 
 
 @thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("end", ["length", "cancelled", "timeout"])
 def test_many_of_one_call_enter_and_leave_some_between_two_steps(
-    monkeypatch: pytest.MonkeyPatch, *, leaves: bool
+    monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(in_flight, "N_ENTERED_MAX", 8)
     monkeypatch.setattr(in_flight, "N_ENDED_MAX", 4)
@@ -218,17 +218,23 @@ def test_many_of_one_call_enter_and_leave_some_between_two_steps(
         next(other)
         in_owner(engine, lambda: setattr(backend, "hold_at", backend.n_runs))
         backend.wait_until_held()
-        many = engine.run(["p"] * n_many, options={"max_tokens": 1})
-        if leaves:
+        seconds = 1e-6 if end == "timeout" else None
+        many = engine.run(["p"] * n_many, options={"max_tokens": 1}, max_time_s=seconds)
+        if end == "cancelled":
             many.leave()
         backend.release()
         ended = all_results(many)
         other.close()
-    assert [r.finish_reason for r in ended] == ["cancelled" if leaves else "length"] * n_many
+    reasons = {r.finish_reason if r.error is None else type(r.error).__name__ for r in ended}
+    assert len(ended) == n_many
+    assert reasons == {
+        {"cancelled": "RequestCancelledError", "timeout": "DeadlineError"}.get(end, end)
+    }
     assert sum(n for n, _ in entered) == n_many + 1
     assert max(n for n, _ in entered) <= 8
-    assert max(Counter(n_runs for _, n_runs in entered).values()) <= 2  # at a command and a step
-    assert not leaves or sum(len(p.binds) for p in backend.plans) <= 2
+    n_by_run = Counter(n_run for n, n_run in entered for _ in range(n))
+    assert max(n_by_run.values()) <= 8 + 4 + 8  # at a command, and at the step after it
+    assert end == "length" or sum(len(p.binds) for p in backend.plans) <= 2
 
 
 @no_pool(Reason.ONE_BACKEND)
