@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -65,7 +66,11 @@ class ChatCbatch(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model_name": self.engine.model_name, **self.options}
+        return {"model_name": self.engine.model_name, "engine": self._engine_said, **self.options}
+
+    @cached_property
+    def _engine_said(self) -> str:  # LangChain's caches tell answers apart by it
+        return f"{self.engine.fingerprint} {self.engine.options}"
 
     def _get_ls_params(self, stop: Any = None, **kwargs: Any) -> Any:
         known = {"model": self.engine.model_name, **self.options, **kwargs}

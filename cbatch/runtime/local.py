@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
 import threading
 import time
 from dataclasses import replace
@@ -80,6 +81,7 @@ class LocalRuntime:
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
+        self._unknown_model = f"unknown ({secrets.token_hex(8)})"  # differs from every other one
         self._stats = EngineStats()
         store = open_store(cache_dir, cache_mib * 2**20)
         chats, n_trained = ChatFormat(backend.vocab), backend.model_facts.n_ctx_train
@@ -236,7 +238,7 @@ class LocalRuntime:
         try:
             said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
         except OSError:  # shared by an object that does not know its file, or changed since
-            said = {"model": "unknown", "adapters": ", ".join(backend.adapters)}
+            said = {"model": self._unknown_model, "adapters": ", ".join(backend.adapters)}
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {
             "model": said.get("model") or json.dumps(said, sort_keys=True),

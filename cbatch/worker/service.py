@@ -285,7 +285,7 @@ def _ready(runtime: LocalRuntime, frames: Frames) -> Ready:
 
 def _weights(runtime: LocalRuntime) -> str:
     said = runtime.fingerprint()
-    return "" if said["model"] == "unknown" else f"{said['model']} {said['adapters']}"
+    return "" if said["model"].startswith("unknown") else f"{said['model']} {said['adapters']}"
 
 
 def _load(said: LoadCommand | None) -> LocalRuntime:

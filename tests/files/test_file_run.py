@@ -501,6 +501,22 @@ def test_stream_and_run_tell_duplicates_with_their_error(engine: Engine, tmp_pat
     assert "duplicate_custom_id" in report.read_text()
 
 
+def test_output_of_an_unknown_model_is_continued_by_its_own_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> dict[str, str]:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(FakeBackend, "fingerprint", gone)
+    source, out = write_requests(tmp_path / "in.jsonl", 8), tmp_path / "out.jsonl"
+    with make_engine() as first, make_engine() as second:
+        assert first.fingerprint["model"].startswith("unknown")
+        run_file(source, out, engine=first, limit=2)
+        with pytest.raises(ConfigError, match=r"model was unknown .*, is now unknown "):
+            run_file(source, out, engine=second)
+        assert run_file(source, out, engine=first).n_done == 6
+
+
 def test_duplicates_name_their_line_and_the_first_of_their_id(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -24,12 +24,28 @@ if TYPE_CHECKING:
 
 pytest.importorskip("langchain_core", reason="langchain-core is not installed")
 
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage, trim_messages
 
 from cbatch.integrations.langchain import N_AT_ONCE_PER_SLOT, ChatCbatch
 
 SHORT = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "seed": 1}
+
+
+def test_cache_keeps_engines_apart_that_answer_differently() -> None:
+    texts = []
+    set_llm_cache(InMemoryCache())
+    try:
+        for n in (5, 5, 3):
+            with engine_on(FakeBackend(4, 128, 16), options={**SHORT, "max_tokens": n}) as made:
+                texts.append(ChatCbatch(engine=made).invoke("hi").content)
+                n_asked = made.stats().n_submitted
+                assert n_asked == (0 if len(texts) == 2 else 1)
+    finally:
+        set_llm_cache(None)
+    assert texts[0] == texts[1] != texts[2]
 
 
 class Person(pydantic.BaseModel):
