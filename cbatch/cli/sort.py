@@ -53,7 +53,8 @@ def sort(
         if by:
             raise ConfigError(f"{answers}: --by needs another file to write to: give -o SORTED")
         for path, counts in sort_in_place(answers).items():
-            say(_told(path, counts))
+            for line in (*counts.notes, _told(path, counts)):
+                say(line)
     elif is_dash(output):
         _write_sorted(answers, by or [])
     else:

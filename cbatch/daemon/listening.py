@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Generator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,6 +23,8 @@ _LOOPBACK = "127.0.0.1"
 """The one address that is listened on: whoever may connect may use the engine."""
 
 _N_PENDING = 16
+
+_N_FOLDER_TRIES = 100
 
 _N_UNREAD = 2**16
 
@@ -175,8 +179,11 @@ def socket_at(path: Path) -> socket.socket:
     """
     opened = socket.socket(socket.AF_UNIX)
     try:
-        _bind(opened, path)
-        opened.listen(_N_PENDING)
+        with _alone_in(
+            path.parent
+        ):  # a socket that is not listened on yet looks like one left behind
+            _bind(opened, path)
+            opened.listen(_N_PENDING)
     except OSError as error:
         opened.close()
         # Python's own error, such as that of a path that is too long, has no number
@@ -192,6 +199,22 @@ def remove_socket(path: Path, name: os.stat_result) -> None:
     with suppress(OSError):
         if os.path.samestat(path.lstat(), name):
             path.unlink()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes a socket in a folder, for a second at most, and keep others waiting."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for _ in range(_N_FOLDER_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # also where a file system has no locks
+                time.sleep(_LONGEST_WAIT_S / _N_FOLDER_TRIES)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _bind(opened: socket.socket, path: Path) -> None:

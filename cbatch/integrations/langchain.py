@@ -165,8 +165,9 @@ class ChatCbatch(BaseChatModel):
             return model | parser
         assign = RunnablePassthrough.assign
         parsed = assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-        unparsed = assign(parsed=lambda _: None)
-        either = parsed.with_fallbacks([unparsed], exception_key="parsing_error")
+        either = parsed.with_fallbacks(
+            [assign(parsed=lambda _: None)], exception_key="parsing_error"
+        )
         return RunnableMap(raw=model) | either
 
 

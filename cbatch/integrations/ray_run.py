@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -15,13 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
+from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.files.input.columnar import import_pyarrow, rows_of
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
-from cbatch.files.output.identity import mark_of, mark_of_opened
+from cbatch.files.output.identity import mark_of_opened
 from cbatch.files.settings import FileOptions, read_to_load, split_settings
 from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
@@ -42,7 +44,7 @@ _OF_ANSWERS = ("adapters", "cache_type_", "chat_template", "exact", "rope_", "ya
 """Beginnings of the names of engine settings that change answers."""
 
 _MARKS = "files"
-"""A key in the folder's settings: `mark_of` each file that is loaded or read."""
+"""A key in the folder's settings: a digest of each file that is loaded or read."""
 
 _SETTINGS, _DONE = "_cbatch.json", "_done"  # readers of folders of Parquet leave such names out
 
@@ -86,12 +88,18 @@ def run_on_ray(
     asked, of_engine = split_settings(settings)
     job = _RayJob(source, output, asked, RunOptions.of(options), model, of_engine)
     _connect(address)
-    ray, start_s = import_ray(), time.perf_counter()
     _quieten()
     n_items = job.n_rows()
+    with job.alone():
+        return _run(job, n_items, view)
+
+
+def _run(job: _RayJob, n_items: int, view: View) -> RunSummary:
+    """Answer the rows that have no answer; see `run_on_ray`."""
+    ray, start_s = import_ray(), time.perf_counter()
     job.keep_settings()
     if n_removed := job.forget_removed():
-        view.say(f"{n_removed:,} rows are answered again: their files are gone from {output}")
+        view.say(f"{n_removed:,} rows are answered again: their files are gone from {job.output}")
     n_before = job.n_committed()
     if n_before:
         view.say(f"continuing: {n_before:,} rows are answered")
@@ -157,11 +165,11 @@ class _RayJob:
 
         _check_asked(asked)
         self._paths = [_place(path) for path in source]
-        self._output = _place(output)
+        self.output = _place(output)
         self._is_parquet = asked.output_format != "jsonl"
         self._asked, self._options = asked, options
         self._spec = EngineSpec(model, **of_engine)
-        self._files, self._folder = fs.FileSystem.from_uri(self._output)
+        self._files, self._folder = fs.FileSystem.from_uri(self.output)
         rows = {name: getattr(asked, name) for name in _TAKEN[:5]}
         self._rows = {name: value for name, value in rows.items() if value is not None}
         if asked.keep_columns is not None:
@@ -266,6 +274,35 @@ class _RayJob:
                     row = json.loads(line)
                     yield {name: [row.get(name)] for name in columns}
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the folder, and lock it where it is on a disk of this machine; ConfigError where another run has it."""
+        from pyarrow import fs
+
+        try:
+            self._files.create_dir(self._folder, recursive=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.output}: cannot make a folder for the answers: {words_of(error)}"
+            ) from error
+        if not isinstance(self._files, fs.LocalFileSystem):
+            yield
+            return
+        fd = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(
+                f"{self.output}: another run is writing to it: wait for its end, or give another -o"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(fd)
+
     def keep_settings(self) -> None:
         """Note what the answers depend on, or compare it with an earlier run's; ConfigError where it differs."""
         given = {
@@ -287,19 +324,13 @@ class _RayJob:
         }
         path = f"{self._folder}/{_SETTINGS}"
         try:
-            self._files.create_dir(self._folder, recursive=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._output}: cannot make a folder for the answers: {words_of(error)}"
-            ) from error
-        try:
             with self._files.open_input_file(path) as file:
                 before = json.loads(file.read())
         except FileNotFoundError:
             before = None
             if next(self._outputs(), None) is not None:
                 raise ConfigError(
-                    f"{self._output}: has files that cbatch did not write: give another -o"
+                    f"{self.output}: has files that cbatch did not write: give another -o"
                 ) from None
         differ = [n for n in said if before is not None and before.get(n, said[n]) != said[n]]
         marks = self._marks_of_files()
@@ -307,16 +338,18 @@ class _RayJob:
         differ += [file for file in marks if noted.get(file, marks[file]) != marks[file]]
         if differ and not self._asked.force:
             raise ConfigError(
-                f"{self._output}: was made with another {', '.join(differ)}: use the same, or another -o; --force "
+                f"{self.output}: was made with another {', '.join(differ)}: use the same, or another -o; --force "
                 "keeps those answers, and answers the other rows with the new settings"
             )
         with self._files.open_output_stream(path) as file:
             file.write(dump({**said, _MARKS: {**noted, **marks}}))
 
     def _marks_of_files(self) -> dict[str, str]:
-        """Return `mark_of` each file of the input, and each that is loaded, if this machine has it."""
+        """Return a digest of each file that is loaded, if this machine has it, and of each file of the input."""
         places = map(Path, read_to_load(self._spec.model, self._spec.settings))
-        marks = {str(place): mark_of(place) for place in places if place.is_file()}
+        marks = {
+            str(place): file_digest(model_parts(str(place))) for place in places if place.is_file()
+        }
         for files, path, _ in self._inputs():
             with files.open_input_file(path) as file:
                 marks[path] = mark_of_opened(file)
@@ -331,7 +364,7 @@ class _RayJob:
 
         ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
             id_column=_ROW_HASH,
-            checkpoint_path=f"{self._output}/{_DONE}",
+            checkpoint_path=f"{self.output}/{_DONE}",
             delete_checkpoint_on_success=False,  # else the same command would run all again
         )
         dataset = ray.data.read_parquet(self._paths, include_row_hash=True)
@@ -347,9 +380,9 @@ class _RayJob:
         )
         n_rows = max(1, min(_N_ROWS_MOST, math.ceil(n_items / _N_FILES)))
         if self._is_parquet:
-            answers.write_parquet(self._output, min_rows_per_file=n_rows)
+            answers.write_parquet(self.output, min_rows_per_file=n_rows)
         else:
-            answers.write_datasink(_json_lines(self._output, n_rows))
+            answers.write_datasink(_json_lines(self.output, n_rows))
 
     def _batch_size(self, n_items: int, n_actors: object) -> int:
         """Return the usual number of rows for the slots, or fewer, so that each actor has batches enough."""

@@ -7,11 +7,12 @@ import os
 import socket
 import threading
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.daemon.listening import Listener
+from cbatch.daemon import listening
+from cbatch.daemon.listening import Listener, socket_at
 from cbatch.errors import ConfigError
 from tests.runtime.backends import PATIENCE_S
 
@@ -197,6 +198,40 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=words):
                 Listener(tmp_path / name, busy)
     assert (tmp_path / "file").exists()
+
+
+def test_left_socket_is_taken_over_by_one_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes between the first's `bind` and `listen`, when the socket looks left behind, too."""
+    path, has_waited, listens = tmp_path / "s", threading.Event(), socket.socket.listen
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(os.fspath(path))
+    errors: list[ConfigError] = []
+
+    def second() -> None:
+        try:
+            socket_at(path).close()
+        except ConfigError as error:
+            errors.append(error)
+        has_waited.set()
+
+    def listen(opened: socket.socket, *args: Any) -> None:
+        if not other.ident:
+            other.start()
+            assert has_waited.wait(PATIENCE_S)
+        listens(opened, *args)
+
+    def pause(_: float) -> None:
+        has_waited.set()
+
+    other = threading.Thread(target=second)
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    monkeypatch.setattr(listening, "_N_FOLDER_TRIES", 10**9)
+    monkeypatch.setattr("cbatch.daemon.listening.time.sleep", pause)
+    with socket_at(path):
+        other.join(PATIENCE_S)
+    assert [f"{path}: another process listens there: give another path"] == [*map(str, errors)]
 
 
 def test_only_the_same_user_may_open_the_socket(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -394,6 +395,19 @@ def test_second_journal_in_one_process_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another run"):
             open_journal(tmp_path, force=True)
     assert lines(tmp_path / "out") == ["a"]
+
+
+def test_who_looks_at_an_output_for_a_moment_holds_up_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a")
+        journal.commit()
+    looking = (tmp_path / "out").open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as `is_locked` does
+    monkeypatch.setattr("cbatch.files.output.record_file.time.sleep", lambda _: looking.close())
+    with open_journal(tmp_path) as journal:
+        assert journal.n_done == 1
 
 
 OPEN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -133,6 +134,19 @@ def test_run_continues_with_the_rows_that_a_killed_driver_left(
         other = run(*args, *more)
         assert other.exit_code == 2
         assert f"was made with {what}" in other.output
+
+
+@pytest.mark.real
+@with_ray
+def test_folder_that_another_run_has_is_refused(cluster: Any, table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    folder = os.open(out, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    result = run(table, "-o", out, "--ray", "auto", *ENGINE)
+    assert "another run is writing to it" in result.output
+    os.close(folder)
+    assert [*out.iterdir()] == []
 
 
 @pytest.mark.real

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
@@ -28,6 +29,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20
 _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
+
+_N_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
+"""How often a file is tried that is locked, for `durable.is_locked` has it locked for a moment. Our choice."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
@@ -238,8 +242,8 @@ class RecordFile:
         self._manifest.save(self.row)
         self._manifest.fold()
         finish(self._manifest, self.row)
-        os.close(self._fd)
-        self._fd = open_locked(self.path)
+        before, self._fd = self._fd, open_locked(self.path)
+        os.close(before)
 
     def _write_part(self, part: Path, order: Order) -> None:
         with self._manifest.transaction():
@@ -298,11 +302,15 @@ def open_locked(path: Path, mode: int = disk.ANYBODY) -> int:
     """Open or create a file, locked until it is closed; see `RecordFile`."""
     with told(path):
         fd = os.open(path, _FLAGS, mode)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise _locked_error(path) from error
+    for n_left in reversed(range(_N_LOCK_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if not n_left:
+                os.close(fd)
+                raise _locked_error(path) from error
+        time.sleep(_LOCK_PAUSE_S)
     return fd
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cbatch.errors import ConfigError
@@ -32,10 +32,12 @@ class Sorted:
     Args:
         n_records: of the output.
         n_gone: of these, records of items that are not in the input any more; they come last.
+        notes: what was put right in the output, such as bytes that belong to no record.
     """
 
     n_records: int
     n_gone: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ def sort_in_place(output: Path) -> dict[Path, Sorted]:
         for file in outputs.files:
             if not file.is_sorted():
                 file.rewrite("number")
-        return {file.path: _counts(file) for file in outputs.files}
+        counts = {file.path: _counts(file) for file in outputs.files}
+        first = outputs.files[0].path
+        return {**counts, first: replace(counts[first], notes=(*outputs.notes,))}
 
 
 def _counts(file: RecordFile) -> Sorted:
