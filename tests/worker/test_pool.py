@@ -21,6 +21,7 @@ from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, EngineClosedError, EngineError, WorkerDiedError
 from cbatch.options import RunOptions
+from cbatch.runtime.ids import RequestId, check_own
 from cbatch.runtime.in_flight import InFlight
 from cbatch.worker.client import Workers
 from cbatch.worker.pool import read_texts
@@ -42,7 +43,7 @@ from tests.worker.links import Launches, MortalBackend, ThreadLink, engine_over
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
@@ -312,6 +313,21 @@ def test_burst_with_one_beginning_uses_all_workers() -> None:
     assert all(backend.plans for backend in backends)
     assert stats.n_submitted == 24
     assert stats.n_prompt_tokens <= 3 * len(COMMON) + 24 * 2
+
+
+def test_long_list_is_given_to_workers_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_given: list[int] = []
+
+    def counted(ids: Sequence[RequestId], known: Mapping[str, object]) -> None:
+        n_given.append(len(ids))
+        check_own(ids, known)
+
+    monkeypatch.setattr("cbatch.worker.pool._N_PORTION", 5)
+    monkeypatch.setattr("cbatch.worker.pool.check_own", counted)
+    prompts = alike(24)
+    with engine_over(FakeBackend(2, 256), FakeBackend(2, 256), options=OPTIONS) as engine:
+        assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
+    assert n_given == [5, 5, 5, 5, 4]
 
 
 def test_close_in_a_step_recorder_waits_for_no_other_recorder() -> None:
@@ -612,17 +628,27 @@ def check_answer(found: BatchResult, whole: BatchResult) -> None:
 
 
 @settings(max_examples=examples(20), deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(n_workers=st.integers(2, 3), given_batches=batches(), orders=ORDERS, feed=st.booleans())
+@given(
+    n_workers=st.integers(2, 3),
+    given_batches=batches(),
+    orders=ORDERS,
+    feed=st.booleans(),
+    n_portion=st.sampled_from([2, 1024]),
+)
 def test_every_request_ends_once_as_in_an_engine_alone(
     n_workers: int,
     given_batches: list[list[BatchPrompt]],
     orders: list[tuple[str, int]],
+    n_portion: int,
     *,
     feed: bool,
 ) -> None:
     whole = alone([prompt for batch in given_batches for prompt in batch])
     backends = [GatedBackend(2, 256, 64) for _ in range(n_workers)]
-    with engine_over(*backends, schedule=BY_PRIORITY, options=OPTIONS) as engine:
+    with (
+        patch("cbatch.worker.pool._N_PORTION", n_portion),
+        engine_over(*backends, schedule=BY_PRIORITY, options=OPTIONS) as engine,
+    ):
         responses = [engine.run(iter(batch) if feed else batch) for batch in given_batches]
         for op, i in orders:
             if op == "some":
