@@ -919,6 +919,19 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
     return CBATCH_OK;
 }
 
+int32_t cbatch_stepper_shift(cbatch_stepper * s, int32_t slot, int32_t n_removed) noexcept {
+    if (!has_slot(*s, slot)) {
+        return CBATCH_BAD_SLOT;
+    }
+    binding & b = s->bindings[slot];
+    b.output_origin -= n_removed;
+    b.row.changes.end -= n_removed;
+    if (b.next != nullptr) {
+        b.next->end -= n_removed;
+    }
+    return CBATCH_OK;
+}
+
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_span * spans, int32_t n_spans, const int32_t * tokens,
                            int32_t n_steps, int64_t budget_us, int32_t n_drafts, int32_t is_even,
                            int32_t has_all, const uint32_t * const * masks, float ** rows, void (*await_rows)(void),

@@ -31,7 +31,7 @@ class SlotCells:
         self.saves: list[tuple[Slot, int]] = []
         self.forgets: list[int] = []
         self.rebinds: dict[Slot, None] = {}
-        """Slots to bind again, because positions of their sequences or the backend's bindings have changed."""
+        """Slots to bind again: removed tokens of their sequences are back, or the backend lost its bindings."""
         # only in a view
         self.copies: list[tuple[Slot, Slot, int]] = []
         self.loads: list[tuple[Slot, int, int]] = []
@@ -120,7 +120,6 @@ class SlotCells:
         self.prefixes.forget(slot)
         self.ledger.trim(slot, self.ledger.n_cells[slot] - n_cells)
         self.shifts[slot] = n_keep, n_cells
-        self.rebinds[slot] = None
 
     def unshift(self, slot: Slot) -> int:
         """Cancel a window's move that the backend has yet to do; return how many cells the move would have removed."""

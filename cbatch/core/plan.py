@@ -48,7 +48,7 @@ class Binding:
     output_origin: int
     """The position of the first output token. The random generator is keyed by a token's index in the output, which is
     its position minus this, so a recomputed sequence draws the same tokens. Each token that leaves the window lowers
-    the origin by one; it may be negative."""
+    the origin by one (`StepPlan.shifts`); it may be negative."""
     sampling: Sampling
     stop_tokens: Collection[int]
     """All token ids that end the sequence, with the model's end-of-generation ids unless the request ignores them."""
@@ -124,7 +124,7 @@ class StepPlan:
     plans may load the same cells until they are forgotten."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. Needs `KvCapabilities.can_shift`.
-    Skipped if a failed load has lost the slot's cells."""
+    Skipped if a failed load has lost the slot's cells. The output begins `n` positions earlier; before `binds`."""
     forgets: tuple[int, ...] = ()
     """Keys of saved cells that no later plan will load. They are dropped at once, or after this plan's loads.
     This includes cells that this plan saves. Unknown keys are ignored."""

@@ -432,13 +432,14 @@ class Desk:
         n_limit = self.settings.max_queue_tokens
         if n_limit is None:
             return
-        n_queued, is_alone = self.n_queued_tokens(n_slots), self.n_open == visit.n_open
+        n_open, n_queued = self.n_open, self.n_queued_tokens(n_slots)
         visit.n_prompt_tokens = n_tokens
-        n_with = self.n_queued_tokens(n_slots)
-        if not is_alone and n_with > max(n_limit, n_queued):
+        # behind the others, for they were counted before
+        n_with = n_queued + visit.n_waiting_tokens(n_open - visit.n_open, n_slots)
+        if n_open > visit.n_open and n_with > max(n_limit, n_queued):
             visit.n_prompt_tokens = 0
             # this many waiting calls are too many, if their prompts are alike
-            n_ends = (self.n_open - n_slots) * (n_with - n_limit) / n_with
+            n_ends = (n_open - n_slots) * (n_with - n_limit) / n_with
             words = f"{n_queued} prompt tokens"
             raise queue_full(words, n_limit, self._wait_s(n_ends, n_slots))
 

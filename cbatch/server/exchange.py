@@ -161,7 +161,7 @@ class Exchange:
             ClientGoneError: the client has left.
         """
         if self._n_told > limit.n_bytes:
-            await self._discard()
+            await self._discard(has_more=True)
             raise _too_large(limit)
         n_bytes, has_more = 0, True
         while has_more:
@@ -173,17 +173,17 @@ class Exchange:
             _check_stays(message)
             data = message.get("body", b"")
             n_bytes += len(data)
+            has_more = message.get("more_body", False)
             if n_bytes > limit.n_bytes:
-                await self._discard()
+                await self._discard(has_more=has_more)
                 raise _too_large(limit)
             yield data
-            has_more = message.get("more_body", False)
 
-    async def _discard(self) -> None:
+    async def _discard(self, *, has_more: bool) -> None:
         """Read the rest of a body, up to a limit: many clients read no answer before they have sent the whole body."""
         if b"expect" in self.headers or self._n_told > _N_DISCARDED:
             return
-        n_bytes, has_more = 0, True
+        n_bytes = 0
         with anyio.move_on_after(_DISCARD_S):
             while has_more and n_bytes <= _N_DISCARDED:
                 message = await self._receive()

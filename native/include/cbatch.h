@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 16
+#define CBATCH_ABI_VERSION 17
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -233,6 +233,11 @@ CBATCH_EXPORT int32_t cbatch_stepper_draft_with(cbatch_stepper * s,
 // Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING, _BAD_TOKEN or _NO_MEMORY; the slot stays as it was unless CBATCH_OK.
 CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
                                           const cbatch_binding * binding) CBATCH_NOEXCEPT;
+
+// Note that n_removed tokens of `slot` have left its window: the later ones are so many positions earlier. They stay in
+// its history.
+// Returns CBATCH_OK or _BAD_SLOT.
+CBATCH_EXPORT int32_t cbatch_stepper_shift(cbatch_stepper * s, int32_t slot, int32_t n_removed) CBATCH_NOEXCEPT;
 
 // Do up to n_steps steps: decode the spans, sample their outputs, feed each sampled token to the next step.
 // With drafts a step computes tokens behind a span's as well: those that followed its newest tokens before. As long as

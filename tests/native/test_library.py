@@ -75,6 +75,7 @@ def test_library_that_is_missing_says_what_to_do(
 
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = rf"interface version {library.ABI_VERSION}.*needs 99"
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"interface version 16.*needs 99"):
+    with pytest.raises(IncompatibleLlamaError, match=said):
         library.load_library()

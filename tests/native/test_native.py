@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import llama_cpp
@@ -261,6 +261,23 @@ def test_history_is_kept_however_long_it_becomes(make: MakeStepper) -> None:
     stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
     found = stepper.run([chunk(0, 0, 5)], n_steps=50).tokens[0]
     assert found == [9 - i % 4 for i in range(50)]
+
+
+@pytest.mark.parametrize("sampling", [AGAIN, replace(AGAIN, temperature=1.0)])
+def test_shift_is_as_binding_anew_with_all_tokens(make: MakeStepper, sampling: Sampling) -> None:
+    found = []
+    for is_bound in (False, True):
+        stepper = make(Countdown())
+        stepper.bind(Binding(Slot(0), 1, sampling, (), (5,)))
+        [first] = stepper.run([chunk(0, 0, 5)], n_steps=4).tokens
+        if is_bound:
+            stepper.bind(Binding(Slot(0), -2, sampling, (), (5, *first)))
+        else:
+            stepper.shift(Slot(0), 3)
+        found.append(stepper.run([chunk(0, 1, first[-1])], n_steps=20).tokens[0])
+    assert found[0] == found[1]
+    with pytest.raises(PlanError):
+        native_stepper(FakeLlama()).shift(Slot(N_SLOTS), 1)
 
 
 def changes_of(chunks: list[Span], **own: Callable[[Any, Any], Any]) -> RowChanges:

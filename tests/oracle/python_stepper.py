@@ -69,6 +69,12 @@ class PythonStepper:
         self._bindings[binding.slot] = binding
         self._histories[binding.slot] = History(binding.history)
 
+    def shift(self, slot: Slot, n_removed: int) -> None:
+        """Note that tokens have left the window of a slot."""
+        binding = self._bindings[slot]
+        self._histories[slot].shift(n_removed)
+        self._bindings[slot] = replace(binding, output_origin=binding.output_origin - n_removed)
+
     are_apart = True
 
     def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,6 +14,7 @@ from cbatch import ConfigError, Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.server_settings import ServerSettings
+from tests.runtime.backends import PATIENCE_S
 from tests.server.clients import (
     CHAT,
     COMPLETIONS,
@@ -86,6 +88,20 @@ def test_client_that_is_refused_may_go_on_over_its_connection() -> None:
             refused = client.post(CHAT, content=data, headers={"content-type": "application/json"})
             assert (refused.status_code, client.post(CHAT, json=SMALL).status_code) == (429, 200)
         wait_until(lambda: not held(app))
+
+
+def test_body_whose_end_makes_it_too_long_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(app: Starlette) -> None:
+        client = Client(CHAT, {**SMALL, "user": "x" * MIB})
+        with anyio.fail_after(PATIENCE_S):  # it waits for no more of the body
+            await client.ask(app)
+        assert client.sent[0]["status"] == 413
+
+    monkeypatch.setattr("cbatch.server.exchange._DISCARD_S", math.inf)
+    with fake_app(max_body_mib=1) as app:
+        anyio.run(main, app)
 
 
 def test_body_that_stops_gives_its_room_back() -> None:

@@ -8,7 +8,7 @@ not its own or a recycled slot that is not clean gives a wrong token, so equalit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -222,6 +222,11 @@ class FakeBackend:
             self._bound.clear()
             self._processors.clear()
         self._tag = tag_of(plan.adapters)
+        for slot, _, n in plan.shifts:
+            bound = self._bound[slot]
+            bound.history.shift(n)
+            origin = bound.binding.output_origin - n
+            bound.binding = replace(bound.binding, output_origin=origin)
         for b in plan.binds:
             self._bound[b.slot] = _Bound(b, History(b.history), matcher_of(b))
             self._processors.bind(b)

@@ -131,6 +131,11 @@ class History:
         self.tokens = list(tokens)
         self._end: int | None = None
 
+    def shift(self, n_removed: int) -> None:
+        """Note that the tokens that come are so many positions earlier: others have left the window."""
+        if self._end is not None:
+            self._end -= n_removed
+
     def feed(self, span: Span) -> None:
         """Add the new tokens of a span; a span that is computed again has none."""
         end = span.start + len(span.inputs)

@@ -14,7 +14,7 @@ from cbatch.backend.native_file import native_file
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_set_threads": (None, [_pointer, _int]),
     "cbatch_stepper_draft_with": (_int, [_pointer, _pointer]),
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
+    "cbatch_stepper_shift": (_int, [_pointer, _int, _int]),
     "cbatch_stepper_run": (
         _int,
         [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_int] * 3, *[_pointer] * 9],
@@ -49,7 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 _QUICK = {
-    *("cbatch_log_drain", "cbatch_stepper_bind", "cbatch_stepper_use"),
+    *("cbatch_log_drain", "cbatch_stepper_bind", "cbatch_stepper_shift", "cbatch_stepper_use"),
     *("cbatch_stepper_interrupt", "cbatch_stepper_set_threads"),
     *("cbatch_watch_stop", "cbatch_watch_hurry"),
 }

@@ -357,6 +357,7 @@ class LlamaBackend:
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
         if plan.shifts:
             cells.shift(plan.shifts)
+            self._runner.shift(plan.shifts)
         if plan.binds:
             self._runner.bind([self._at_positions(b) for b in plan.binds])
         is_computed = plan.spans and not unloaded

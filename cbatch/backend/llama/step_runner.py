@@ -72,6 +72,11 @@ class StepRunner:
             self._matchers.bind(binding)
             self._processors.bind(binding)
 
+    def shift(self, shifts: Sequence[tuple[Slot, int, int]]) -> None:
+        """Note which tokens have left the windows of slots; see `StepPlan.shifts`."""
+        for slot, _, n_removed in shifts:
+            self._stepper.shift(slot, n_removed)
+
     def run(
         self,
         plan: StepPlan,
