@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,14 +15,13 @@ from queue import Empty, SimpleQueue
 
 from cbatch.errors import ConfigError, NoThreadError
 from cbatch.support.checks import readable
+from cbatch.support.folders import lock
 from cbatch.support.thread_start import started
 
 _LOOPBACK = "127.0.0.1"
 """The one address that is listened on: whoever may connect may use the engine."""
 
 _N_PENDING = 16
-
-_N_FOLDER_TRIES = 100
 
 _N_UNREAD = 2**16
 
@@ -179,9 +176,8 @@ def socket_at(path: Path) -> socket.socket:
     """
     opened = socket.socket(socket.AF_UNIX)
     try:
-        with _alone_in(
-            path.parent
-        ):  # a socket that is not listened on yet looks like one left behind
+        # a socket that is not listened on yet looks like one left behind
+        with _alone_in(path.parent):
             _bind(opened, path)
             opened.listen(_N_PENDING)
     except OSError as error:
@@ -206,12 +202,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Wait until no other process makes a socket in a folder, for a second at most, and keep others waiting."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for _ in range(_N_FOLDER_TRIES):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:  # also where a file system has no locks
-                time.sleep(_LONGEST_WAIT_S / _N_FOLDER_TRIES)
+        with suppress(OSError):  # not every file system has locks
+            lock(fd, _LONGEST_WAIT_S)
         yield
     finally:
         os.close(fd)

@@ -55,8 +55,7 @@ class ChatCbatch(BaseChatModel):
     def _take_options(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Take every argument that is not a field as an option, and check the options."""
         own = {name: given[name] for name in given.keys() & cls.model_fields.keys()}
-        more = {name: given[name] for name in given.keys() - own.keys()}
-        options = {**own.get("options", {}), **more}
+        options = {**own.get("options", {}), **{n: given[n] for n in given.keys() - own.keys()}}
         RunOptions.of(options)
         return {**own, "options": options}
 
@@ -165,9 +164,8 @@ class ChatCbatch(BaseChatModel):
             return model | parser
         assign = RunnablePassthrough.assign
         parsed = assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-        either = parsed.with_fallbacks(
-            [assign(parsed=lambda _: None)], exception_key="parsing_error"
-        )
+        unparsed = assign(parsed=lambda _: None)
+        either = parsed.with_fallbacks([unparsed], exception_key="parsing_error")
         return RunnableMap(raw=model) | either
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ from cbatch.files.settings import FileOptions, read_to_load, split_settings
 from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
+from cbatch.support.folders import lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,7 +290,7 @@ class _RayJob:
             return
         fd = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(fd)
         except BlockingIOError:
             os.close(fd)
             raise ConfigError(

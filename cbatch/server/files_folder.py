@@ -7,7 +7,6 @@ are, or are moved to a folder below this one.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cbatch.errors import ConfigError, OutputError
-from cbatch.support.folders import sync_folder, system_error_of
+from cbatch.support.folders import lock, sync_folder, system_error_of
 from cbatch.support.logs import Log
 
 _log = Log("cbatch.server")
@@ -121,7 +120,7 @@ class FilesFolder:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._marker)
         except BlockingIOError:
             raise ConfigError(
                 f"files_dir={self.path}: another server uses it: give another folder"

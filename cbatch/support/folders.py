@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ _N_BLOCK = 2**13
 """Most bytes that SQLite writes at once: where a write fails, a file is at most this much below the limit."""
 
 _N_MARK = 4
+
+_LOCK_PAUSE_S = 0.01
 
 
 @contextmanager
@@ -103,6 +106,27 @@ def _locked(path: Path, suffix: str, mode: int) -> tuple[Path, int]:
         if part.exists():
             return part, fd
         os.close(fd)  # it was removed by another process before it had the lock
+
+
+def lock(fd: int, within_s: float = 0.0) -> None:
+    """Lock an open file or folder until it is closed.
+
+    Raises:
+        BlockingIOError: another has it for so long.
+        OSError: the file system has no locks.
+    """
+    end_s = time.monotonic() + within_s
+    while not _has_locked(fd):
+        if time.monotonic() >= end_s:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _has_locked(fd: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _remove_left(path: Path) -> None:

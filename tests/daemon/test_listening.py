@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import threading
@@ -227,8 +228,8 @@ def test_left_socket_is_taken_over_by_one_of_two(
 
     other = threading.Thread(target=second)
     monkeypatch.setattr(socket.socket, "listen", listen)
-    monkeypatch.setattr(listening, "_N_FOLDER_TRIES", 10**9)
-    monkeypatch.setattr("cbatch.daemon.listening.time.sleep", pause)
+    monkeypatch.setattr(listening, "_LONGEST_WAIT_S", math.inf)
+    monkeypatch.setattr("cbatch.support.folders.time.sleep", pause)
     with socket_at(path):
         other.join(PATIENCE_S)
     assert [f"{path}: another process listens there: give another path"] == [*map(str, errors)]

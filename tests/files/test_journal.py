@@ -405,7 +405,7 @@ def test_who_looks_at_an_output_for_a_moment_holds_up_no_run(
         journal.commit()
     looking = (tmp_path / "out").open("rb")
     fcntl.flock(looking, fcntl.LOCK_SH)  # as `is_locked` does
-    monkeypatch.setattr("cbatch.files.output.record_file.time.sleep", lambda _: looking.close())
+    monkeypatch.setattr("cbatch.support.folders.time.sleep", lambda _: looking.close())
     with open_journal(tmp_path) as journal:
         assert journal.n_done == 1
 

@@ -144,7 +144,9 @@ def columnar_table(
     file: InputFile, lines: object, known: object, *, format: str
 ) -> Iterator[InputTable]:
     """Open the table of an input file."""
-    file.check_size(os.path.getsize(file.path))
+    with _readable(file.path, format):
+        n_bytes = os.path.getsize(file.path)
+    file.check_size(n_bytes)
     with open_table(file.path, format) as (schema, n_rows, batches):
         yield InputTable(types_of(schema), _rows(file, n_rows, batches))
 

@@ -8,10 +8,8 @@ replacement, or keeps the old output if the part is gone.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
-import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
@@ -24,14 +22,15 @@ from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
 from cbatch.files.output.manifest import DELETE, GONE, Count, FileRow, LostError, Manifest
 from cbatch.files.places import check_place, status_of
+from cbatch.support.folders import lock
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20
 _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
 
-_N_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
-"""How often a file is tried that is locked, for `durable.is_locked` has it locked for a moment. Our choice."""
+_LOCK_S = 0.2
+"""Seconds that a lock is waited for, as `durable.is_locked` has one for a moment. Our choice."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
@@ -302,15 +301,11 @@ def open_locked(path: Path, mode: int = disk.ANYBODY) -> int:
     """Open or create a file, locked until it is closed; see `RecordFile`."""
     with told(path):
         fd = os.open(path, _FLAGS, mode)
-    for n_left in reversed(range(_N_LOCK_TRIES)):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if not n_left:
-                os.close(fd)
-                raise _locked_error(path) from error
-        time.sleep(_LOCK_PAUSE_S)
+    try:
+        lock(fd, _LOCK_S)
+    except OSError as error:
+        os.close(fd)
+        raise _locked_error(path) from error
     return fd
 
 
