@@ -177,7 +177,11 @@ class NativeStepper:
         self._n_tops[binding.slot] = binding.n_target_top
 
     def shift(self, slot: Slot, n_removed: int) -> None:
-        """Note that tokens have left the window of a slot, which stays bound. Raises a PlanError for no slot."""
+        """Note that tokens have left the window of a slot, which stays bound.
+
+        Raises:
+            PlanError: there is no such slot.
+        """
         code = self._lib.cbatch_stepper_shift(self._open(), slot, n_removed)
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {slot}")

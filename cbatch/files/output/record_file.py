@@ -30,7 +30,7 @@ _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
 
 _LOCK_S = 0.2
-"""Seconds that a lock is waited for, as `durable.is_locked` has one for a moment. Our choice."""
+"""Seconds to wait for a lock, because `durable.is_locked` holds one for a moment. Our choice."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
