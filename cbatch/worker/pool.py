@@ -81,7 +81,7 @@ N_ENTERING_MAX = 64
 these. Our choice: about ten milliseconds of its time."""
 
 _N_PORTION = 1024
-"""Requests of one call that are given to workers at once, in about 20 ms; between portions the lock is free. Our choice."""
+"""Requests of one call that are given to workers at once, in about 20 ms; the lock is free between. Our choice."""
 
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
