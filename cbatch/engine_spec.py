@@ -119,7 +119,7 @@ class _Loans:
     """The shared engines of one process; those that nobody has are forgotten."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may give an engine back anywhere
         self._loans: dict[EngineSpec, _Loan] = {}
 
     def of(self, spec: EngineSpec) -> _Loan:
@@ -140,7 +140,7 @@ class _Loan:
     """One engine and its users; an engine that has failed is forgotten, and its users give it back in vain."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as that of `_Loans`
         self._engine: Engine | None = None
         self._n_users = 0
         self.n_here = 0
@@ -148,13 +148,16 @@ class _Loan:
 
     def take(self, spec: EngineSpec) -> Engine:
         with self._lock:
-            if self._engine is None or has_ended(self._engine):
+            self._n_users += (
+                1  # first: else a finalizer that gives the engine back may close it meanwhile
+            )
+            engine = self._engine
+            if engine is None or has_ended(engine):
                 self._engine, self._n_users = None, 0
                 engine = spec.load()
                 engine.open()  # in an event loop, `load` leaves that to others
-                self._engine = engine
-            self._n_users += 1
-            return self._engine
+                self._engine, self._n_users = engine, 1
+            return engine
 
     def give_back(self, engine: Engine) -> None:
         with self._lock:

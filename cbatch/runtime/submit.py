@@ -21,7 +21,7 @@ from cbatch.support.interrupts import HeldBack
 from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from cbatch.embedding import TextSettings
     from cbatch.options import RunOptions
@@ -249,26 +249,37 @@ class Submitter:
         A prompt whose reading raises what ends the program, such as a `SystemExit`, fails.
         """
         in_flight = self._runtime.ids
+        try:
+            with HeldBack(), self._naming:
+                id = self._ids.automatic(mailbox.given, in_flight)
+                mailbox.ids[place], mailbox.given[id] = id, None
+            # what the caller's objects and a judge's prompt do may take long, and use the engine
+            if (name := next(reading.names, None)) is not None:
+                id = self._renamed(mailbox, place, as_id(name))
+            prompt = reading.read(item)
+            if prompt.id is not None:
+                id = self._renamed(mailbox, place, prompt.id, in_flight)
+        except Exception:
+            raise
+        except BaseException as error:
+            mailbox.deliver(*refused(mailbox.ids.get(place, ""), place, as_failure(error)))
+            raise
+        return prompt, id
+
+    def _renamed(
+        self, mailbox: Mailbox, place: int, name: str, in_flight: Container[str] = ()
+    ) -> RequestId:
+        """Give an item the caller's id, and return that; a DuplicateIdError where another has it."""
         with HeldBack(), self._naming:
-            id = self._ids.automatic(mailbox.given, in_flight)
+            id = mailbox.ids[place]
+            del mailbox.given[id]
             try:
-                if (name := next(reading.names, None)) is not None:
-                    check_own((as_id(name),), mailbox.given)
-                    id = own_id(as_id(name))
-                prompt = reading.read(item)
-                if prompt.id is not None:
-                    check_own((prompt.id,), mailbox.given)
-                    check_own((prompt.id,), in_flight)
-                    id = own_id(prompt.id)
-                return prompt, id
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    raise
-                ended = error
+                check_own((name,), mailbox.given)
+                check_own((name,), in_flight)
+                id = own = own_id(name)
             finally:
                 mailbox.ids[place], mailbox.given[id] = id, None
-        mailbox.deliver(*refused(id, place, as_failure(ended)))
-        raise ended
+        return own
 
     def fill(self) -> None:
         """Read prompts while there is room, where no thread does."""

@@ -15,6 +15,7 @@ import anyio
 import pytest
 
 import cbatch
+from cbatch import engine_spec
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
@@ -22,7 +23,7 @@ from cbatch.runtime.local import LocalRuntime
 from tests.runtime.backends import PATIENCE_S, FailingBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from cbatch.backend import Backend
 
@@ -168,6 +169,41 @@ def test_engine_that_has_failed_is_not_lent_again(monkeypatch: pytest.MonkeyPatc
         with spec.shared() as third:  # the user of the failed one is not counted
             assert third is not second
     assert len(loads.engines) == 3
+
+
+def test_finalizer_gives_the_engine_back_while_the_next_user_takes_it(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a collector does that finds an abandoned generator there."""
+    spec, lent, has_ended = (
+        cbatch.EngineSpec("a", **SETTINGS),
+        list[Engine](),
+        engine_spec.has_ended,
+    )
+
+    def use() -> Generator[Engine, None, None]:
+        with spec.shared() as engine:
+            yield engine
+
+    def collect(engine: Engine) -> bool:
+        abandoned.close()
+        return has_ended(engine)
+
+    def take() -> None:
+        with spec.shared() as engine:
+            lent.append(engine)
+            assert engine.submit("Hi").result().usage.completion_tokens == 3
+
+    abandoned = use()
+    first = next(abandoned)
+    monkeypatch.setattr(engine_spec, "has_ended", collect)
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert lent == [first] == loads.engines
+    with pytest.raises(cbatch.EngineClosedError):
+        first.submit("Hi")
 
 
 def test_load_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

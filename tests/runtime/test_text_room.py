@@ -35,6 +35,7 @@ from cbatch.errors import (
 from cbatch.runtime import text_room
 from cbatch.runtime.ids import check_own
 from cbatch.runtime.text_room import KeptVectors, WaitingText
+from tests.kinds import each_kind, engine_on
 from tests.runtime.backends import GatedBackend, parts_of
 from tests.server.clients import wait_until
 
@@ -672,13 +673,17 @@ def test_rerank_reports_wrong_documents_behind_the_others() -> None:
             engine.rerank("", ["a"])
 
 
+@each_kind
 def test_chat_model_judges_documents_by_yes_and_no() -> None:
-    with Engine(FakeBackend(4, 1024)) as engine:
+    with engine_on(FakeBackend(4, 1024)) as engine:
         response = engine.rerank("what is red?", ["a red sky", "b", "c"], instruction="Judge.")
         scores = response.scores()
         assert scores.shape == (3,)
         assert ((scores >= 0) & (scores <= 1)).all()
         assert [r.index for r in engine.rerank("what is red?", ["a red sky", "b"]).results()]
+        documents = ["a red sky", "red " * 1000]
+        cut = engine.rerank("what is red?", documents, truncate="end").results()
+        assert [r.error for r in cut] == [None, None]
 
 
 @pytest.mark.parametrize(
