@@ -404,7 +404,7 @@ class Desk:
         if n_before and n_before + n_sequences - n_slots > n_limit:
             n_ends = n_before + n_sequences - n_slots - n_limit
             words = f"{max(0, n_before - n_slots)} requests"
-            raise queue_full(words, n_limit, self._wait_s(n_ends, n_slots))
+            raise queue_full(words, n_sequences, n_limit, self._wait_s(n_ends, n_slots))
 
     def has_queue(self, n_slots: int) -> bool:
         """Return whether the engine has more sequences than slots. The oldest calls are looked at, and no more."""
@@ -441,7 +441,7 @@ class Desk:
             # this many waiting calls are too many, if their prompts are alike
             n_ends = (n_open - n_slots) * (n_with - n_limit) / n_with
             words = f"{n_queued} prompt tokens"
-            raise queue_full(words, n_limit, self._wait_s(n_ends, n_slots))
+            raise queue_full(words, n_tokens, n_limit, self._wait_s(n_ends, n_slots))
 
     def _wait_s(self, n_ends: float, n_slots: int) -> int:
         """Return whole seconds until about so many answers have ended, by how long the last ones had their slots."""

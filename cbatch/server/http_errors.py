@@ -202,9 +202,11 @@ def whole_seconds(seconds: float) -> int:
     return max(1, math.ceil(seconds))
 
 
-def queue_full(waiting: str, n_limit: int, seconds: int) -> HttpProblemError:
+def queue_full(waiting: str, n_own: int, n_limit: int, seconds: int) -> HttpProblemError:
     """Return the problem of a request for which the queue has no room for about so many seconds."""
-    return _full(f"{waiting} wait already, of at most {n_limit}", seconds)
+    return _full(
+        f"{waiting} wait already, of at most {n_limit}, and this request has {n_own}", seconds
+    )
 
 
 def answers_full(n_mib: int, seconds: int) -> HttpProblemError:
