@@ -140,34 +140,51 @@ class _Loan:
     """One engine and its users; an engine that has failed is forgotten, and its users give it back in vain."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # as that of `_Loans`
+        # held briefly: a finalizer may give an engine back in any thread, also in one that a load waits for
+        self._changed = threading.Condition(threading.RLock())
         self._engine: Engine | None = None
         self._n_users = 0
+        self._is_busy = False
+        """Whether an engine is loaded or closed now."""
         self.n_here = 0
         """Its users, also of engines that have failed, and those that wait for it; with the lock of `_Loans`."""
 
     def take(self, spec: EngineSpec) -> Engine:
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy)
             self._n_users += (
                 1  # first: else a finalizer that gives the engine back may close it meanwhile
             )
             engine = self._engine
-            if engine is None or has_ended(engine):
-                self._engine, self._n_users = None, 0
-                engine = spec.load()
-                engine.open()  # in an event loop, `load` leaves that to others
-                self._engine, self._n_users = engine, 1
-            return engine
+            if engine is not None and not has_ended(engine):
+                return engine
+            self._engine, self._n_users, self._is_busy = None, 0, True
+        try:
+            engine = spec.load()
+            engine.open()  # in an event loop, `load` leaves that to others
+            self._engine, self._n_users = engine, 1
+        finally:
+            self._end_work()
+        return engine
 
     def give_back(self, engine: Engine) -> None:
-        with self._lock:
-            if engine is not self._engine:
+        with self._changed:
+            is_failed = engine is not self._engine
+            self._n_users -= not is_failed
+            is_last = not is_failed and not self._n_users
+            if is_last:
+                self._engine, self._is_busy = None, True
+        try:
+            if is_last or is_failed:
                 engine.close()
-                return
-            self._n_users -= 1
-            if not self._n_users:
-                self._engine = None
-                engine.close()
+        finally:
+            if is_last:
+                self._end_work()
+
+    def _end_work(self) -> None:
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
 
 
 @cache

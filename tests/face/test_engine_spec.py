@@ -206,6 +206,32 @@ def test_finalizer_gives_the_engine_back_while_the_next_user_takes_it(
         first.submit("Hi")
 
 
+def test_thread_that_a_load_waits_for_may_give_an_engine_back(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a collector does that runs in a thread of the load."""
+    spec = cbatch.EngineSpec("a", **SETTINGS)
+
+    def use() -> Generator[Engine, None, None]:
+        with spec.shared() as engine:
+            engine.close()
+            yield engine
+
+    def load(*args: Any, **settings: Any) -> Engine:
+        helper = threading.Thread(target=abandoned.close, daemon=True)
+        helper.start()
+        helper.join(PATIENCE_S)
+        assert not helper.is_alive()
+        return loads(*args, **settings)
+
+    abandoned = use()
+    next(abandoned)
+    monkeypatch.setattr(engine_spec, "load", load)
+    with spec.shared() as engine:
+        assert engine.submit("Hi").result().usage.completion_tokens == 3
+    assert len(loads.engines) == 2
+
+
 def test_load_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = cbatch.EngineSpec("none.gguf")
     for _ in range(2):
