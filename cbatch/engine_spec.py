@@ -142,6 +142,7 @@ class _Loan:
     def __init__(self) -> None:
         # held briefly: a finalizer may give an engine back in any thread, also in one that a load waits for
         self._changed = threading.Condition(threading.RLock())
+        self._pid = os.getpid()
         self._engine: Engine | None = None
         self._n_users = 0
         self._is_busy = False
@@ -168,6 +169,8 @@ class _Loan:
         return engine
 
     def give_back(self, engine: Engine) -> None:
+        if os.getpid() != self._pid:  # a fork: threads of its parent may have had the lock
+            return
         with self._changed:
             is_failed = engine is not self._engine
             self._n_users -= not is_failed

@@ -232,6 +232,19 @@ def test_thread_that_a_load_waits_for_may_give_an_engine_back(
     assert len(loads.engines) == 2
 
 
+def test_fork_that_leaves_the_block_leaves_the_engine_to_its_parent(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = cbatch.EngineSpec("a", **SETTINGS).shared()
+    with lent as engine:
+        lent.__enter__()
+        with monkeypatch.context() as patched:
+            patched.setattr("cbatch.engine_spec.os.getpid", lambda: -1)
+            lent.__exit__(None, None, None)
+    assert engine.submit("Hi").result().usage.completion_tokens == 3
+    engine.close()
+
+
 def test_load_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = cbatch.EngineSpec("none.gguf")
     for _ in range(2):
