@@ -120,6 +120,10 @@ class SlotCells:
         self.prefixes.forget(slot)
         self.ledger.trim(slot, self.ledger.n_cells[slot] - n_cells)
         self.shifts[slot] = n_keep, n_cells
+        if driver.request.grammar is not None:
+            self.rebinds[slot] = (
+                None  # tokens that it forces may be held until there is room for them
+            )
 
     def unshift(self, slot: Slot) -> int:
         """Cancel a window's move that the backend has yet to do; return how many cells the move would have removed."""

@@ -209,11 +209,16 @@ class Submitter:
         reading: FeedReading,
         item: Any,
     ) -> None:
-        """Queue one prompt that was read; a refused one ends at once, with its error."""
-        place = mailbox.items.expect()
-        if place is None:  # the batch was ended while this prompt was read
-            return
+        """Queue one prompt that was read; a refused one ends at once, with its error.
+
+        One whose reading raises what ends the program, such as Ctrl-C, ends too.
+        """
+        place: int | None = None
         try:
+            with HeldBack():  # an item that is counted has a place
+                place = mailbox.items.expect()
+            if place is None:  # the batch was ended while this prompt was read
+                return
             prompt, id = self._named(mailbox, reading, item, place)
             if isinstance(prompt, RefusedPrompt):
                 raise prompt.error
@@ -234,8 +239,14 @@ class Submitter:
                     texts=reading.texts_of(prompt),
                 )
             )
-        except Exception as error:
-            mailbox.deliver(*refused(mailbox.ids[place], place, as_failure(error)))
+        except BaseException as error:
+            is_refused = isinstance(error, Exception)
+            given = "" if place is None else mailbox.ids.get(place, "")
+            # Ctrl-C may come when it is queued already
+            if place is not None and (is_refused or given not in self._runtime.ids):
+                mailbox.deliver(*refused(given, place, as_failure(error)))
+            if not is_refused:
+                raise
             if isinstance(error, EngineClosedError):
                 mailbox.end_feed(error)
         # the batch may have been ended meanwhile, too early for this item to be cancelled with the others
@@ -244,26 +255,17 @@ class Submitter:
     def _named(
         self, mailbox: Mailbox, reading: FeedReading, item: Any, place: int
     ) -> tuple[BatchPrompt, RequestId]:
-        """Return what was read as a prompt, with its id; the mailbox has an id also where this raises.
-
-        A prompt whose reading raises what ends the program, such as a `SystemExit`, fails.
-        """
+        """Return what was read as a prompt, with its id; the mailbox has an id also where this raises."""
         in_flight = self._runtime.ids
-        try:
-            with HeldBack(), self._naming:
-                id = self._ids.automatic(mailbox.given, in_flight)
-                mailbox.ids[place], mailbox.given[id] = id, None
-            # what the caller's objects and a judge's prompt do may take long, and use the engine
-            if (name := next(reading.names, None)) is not None:
-                id = self._renamed(mailbox, place, as_id(name))
-            prompt = reading.read(item)
-            if prompt.id is not None:
-                id = self._renamed(mailbox, place, prompt.id, in_flight)
-        except Exception:
-            raise
-        except BaseException as error:
-            mailbox.deliver(*refused(mailbox.ids.get(place, ""), place, as_failure(error)))
-            raise
+        with HeldBack(), self._naming:
+            id = self._ids.automatic(mailbox.given, in_flight)
+            mailbox.ids[place], mailbox.given[id] = id, None
+        # what the caller's objects and a judge's prompt do may take long, and use the engine
+        if (name := next(reading.names, None)) is not None:
+            id = self._renamed(mailbox, place, as_id(name))
+        prompt = reading.read(item)
+        if prompt.id is not None:
+            id = self._renamed(mailbox, place, prompt.id, in_flight)
         return prompt, id
 
     def _renamed(

@@ -48,7 +48,8 @@ class Replica:
         self._n_looks_stopped = 0
         self._pool, self._launch = pool, launch
         self._link: Link | None = None
-        self._is_over, self._linking = threading.Event(), threading.Lock()
+        self._is_over = threading.Event()
+        self._linking = threading.RLock()  # a finalizer may close the engine amid a look
         self.thread = FrameThread(target=self._run, name=f"cbatch-worker-{i}", daemon=True)
 
     def end(self) -> None:

@@ -177,13 +177,14 @@ def test_extended_answer_is_the_one_in_one_go(engine: Engine, cap: int) -> None:
 def test_moving_window_keeps_to_the_grammar(engine: Engine) -> None:
     options = {"regex": "([a-z]{3} [0-9]{2}, )*", "ignore_eos": True, "max_tokens": 900}
     said = {**options, "n_discard": 100, "n_keep": 2, "temperature": 1.5}
-    result = engine.submit("A", options=said).result()
-    assert result.usage.context_shifts > 0
-    assert len(result.token_ids) == 900
-    for part in result.text.split(", ")[:-1]:
-        assert part[:3].isalpha()
-        assert part[3:4] == " "
-        assert part[4:].isdigit()
+    prompts = [cbatch.BatchPrompt(prompt="A", options={"seed": i}) for i in range(8)]
+    for result in engine.run(prompts, options=said).results():
+        assert result.usage.context_shifts > 0
+        assert len(result.token_ids) == 900
+        for part in result.text.split(", ")[:-1]:
+            assert part[:3].isalpha()
+            assert part[3:4] == " "
+            assert part[4:].isdigit()
 
 
 @pytest.mark.real
