@@ -49,7 +49,7 @@ class Replica:
         self._pool, self._launch = pool, launch
         self._link: Link | None = None
         self._is_over = threading.Event()
-        self._linking = threading.RLock()  # a finalizer may close the engine amid a look
+        self._linking = threading.RLock()  # a finalizer may end the replica anywhere
         self.thread = FrameThread(target=self._run, name=f"cbatch-worker-{i}", daemon=True)
 
     def end(self) -> None:
@@ -73,11 +73,13 @@ class Replica:
 
     def look(self) -> None:
         """Find out whether a signal has stopped the worker; kill a worker that is stopped for long."""
+        link = self._link
+        # without the lock: a finalizer that runs here may close the engine, which waits for the replica's thread
+        is_stopped = link is not None and link.is_stopped()
         with self._linking:
-            is_stopped = self._link is not None and self._link.is_stopped()
             self._n_looks_stopped = self._n_looks_stopped + 1 if is_stopped else 0
-            if self._link is not None and self._n_looks_stopped == N_STOPPED_MAX:
-                self._link.kill(f"killed, because a signal had stopped it for {N_STOPPED_MAX} s")
+            if link is not None and link is self._link and self._n_looks_stopped == N_STOPPED_MAX:
+                link.kill(f"killed, because a signal had stopped it for {N_STOPPED_MAX} s")
 
     def _run(self) -> None:
         try:
