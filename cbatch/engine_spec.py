@@ -153,9 +153,8 @@ class _Loan:
     def take(self, spec: EngineSpec) -> Engine:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy)
-            self._n_users += (
-                1  # first: else a finalizer that gives the engine back may close it meanwhile
-            )
+            # first: else a finalizer that gives the engine back may close it meanwhile
+            self._n_users += 1
             engine = self._engine
             if engine is not None and not has_ended(engine):
                 return engine
@@ -172,14 +171,15 @@ class _Loan:
         if os.getpid() != self._pid:  # a fork: threads of its parent may have had the lock
             return
         with self._changed:
-            is_failed = engine is not self._engine
-            self._n_users -= not is_failed
-            is_last = not is_failed and not self._n_users
+            is_lent = engine is self._engine  # else it has failed
+            self._n_users -= is_lent
+            is_last = is_lent and not self._n_users
             if is_last:
                 self._engine, self._is_busy = None, True
+        if is_lent and not is_last:
+            return
         try:
-            if is_last or is_failed:
-                engine.close()
+            engine.close()
         finally:
             if is_last:
                 self._end_work()

@@ -244,7 +244,7 @@ class _RayJob:
         for path, n_rows in self._committed():
             name = PurePosixPath(path).stem
             place = bisect_left(outputs, name)
-            if not outputs[place : place + 1] or not outputs[place].startswith(name):
+            if not any(output.startswith(name) for output in outputs[place : place + 1]):
                 self._files.delete_file(path)
                 n_removed += n_rows
         return n_removed
