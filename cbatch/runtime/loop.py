@@ -568,8 +568,9 @@ class Loop:
             try:
                 self._end_request(driver)
             except Exception as error:  # noqa: PERF203  # the sequence cannot end either
-                mailbox, i, _ = self.routes.pop(id)
-                mailbox.deliver(*refused(id, i, self._failure(error)))
+                if route := self.routes.pop(id, None):  # None if it was refused before
+                    mailbox, i, _ = route
+                    mailbox.deliver(*refused(id, i, self._failure(error)))
         self.deliver(())
 
     def _end_request(self, driver: SequenceDriver) -> None:

@@ -175,6 +175,26 @@ def test_failing_owner_does_what_waits_for_it() -> None:
     made.loop.close()
 
 
+def test_failing_owner_answers_those_it_could_not_queue(
+    gated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, backend = gated()
+    boxes = [made.submit("a")]
+    backend.wait_until_held()
+
+    def fail_once(drivers: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(made.rig.batcher.queue, "add", fail_once)
+    boxes += [made.submit("b"), made.submit("c"), made.submit("d")]
+    backend.release()
+    for box in boxes:
+        assert [type(r.error) for r in box.wait(PATIENCE_S)] == [EngineClosedError]
+    owner(made).join(PATIENCE_S)
+    assert not made.loop.routes
+
+
 # ---- by hand ----
 
 
@@ -232,6 +252,6 @@ def test_run_in_flight_ends_where_a_grammar_is_compiled() -> None:
         assert grammars.has_begun.wait(PATIENCE_S)
         in_owner(engine, lambda: setattr(backend, "hold_at", backend.n_runs))
         backend.wait_until_held()
-        backend.release_when_asked()
+        backend.release()
         grammars.go.set()
         assert len(all_results(response)[0].token_ids) == 3
