@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import select
-import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 
 from cbatch.support.thread_start import started
 
@@ -31,32 +30,30 @@ class LineSender:
             NoThreadError: the system has no more threads.
         """
         self._fd, self._write = fd, write
-        self._changed = threading.Condition(threading.Lock())
-        self._left: deque[memoryview] = deque()
-        self._is_over = False
+        # no lock, for a finalizer that runs amid a write may send to the worker, too
+        self._left: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._n_kept = self._n_written = 0
+        """Messages that were kept, and those of them that are written."""
         self._error: OSError | None = None
         self._thread = started(self._run, "cbatch-worker-stdin")
 
     def send(self, message: bytes) -> None:
-        """Send a message. Raises an OSError where the worker is known to be gone."""
+        """Send a message, in one thread at a time. Raises an OSError where the worker is known to be gone."""
+        if self._error is not None:
+            raise self._error
         data = memoryview(message)
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            if not self._left:
-                data = self._written(data)
-            if data:
-                self._left.append(data)
-                self._changed.notify()
+        if self._n_kept == self._n_written:
+            data = self._rest(data)
+        if data:
+            self._n_kept += 1
+            self._left.put(data)
 
     def end(self) -> None:
         """Let go of the descriptor, whose reader is gone."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
+        self._left.put(None)
         self._thread.join(_LAST_S)
 
-    def _written(self, data: memoryview) -> memoryview:
+    def _rest(self, data: memoryview) -> memoryview:
         """Write as much as there is room for; return the rest."""
         with suppress(BlockingIOError):
             while data:
@@ -66,20 +63,12 @@ class LineSender:
     def _run(self) -> None:
         room = select.poll()
         room.register(self._fd, select.POLLOUT)
-        while self._has_left():
-            room.poll()
-            with self._changed:
-                try:
-                    self._left[0] = self._written(self._left[0])
-                except OSError as error:
-                    self._error = error
-                    self._left.clear()
-                    return
-                while self._left and not self._left[0]:
-                    self._left.popleft()
-
-    def _has_left(self) -> bool:
-        """Wait until there is something to write; False where there will be nothing."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._left or self._is_over)
-            return len(self._left) > 0
+        while (data := self._left.get()) is not None:
+            try:
+                while data:
+                    room.poll()
+                    data = self._rest(data)
+            except OSError as error:
+                self._error = error
+                return
+            self._n_written += 1

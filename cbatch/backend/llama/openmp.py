@@ -23,6 +23,8 @@ from typing import Any
 from cbatch.backend.bindings import POLICIES, llama_cpp
 from cbatch.backend.threads import teams
 from cbatch.errors import NoThreadError
+from cbatch.support.garbage import no_finalizers
+from cbatch.support.interrupts import HeldBack
 from cbatch.support.thread_start import started
 
 _NAME = "cbatch-short-waits"
@@ -62,7 +64,7 @@ class ShortWaits:
         is_as_wanted = is_wanted == (whose in self._wanted_by)
         if is_as_wanted and bool(self._wanted_by) == (self._end is not None):
             return
-        with self._lock:
+        with HeldBack(), no_finalizers(), self._lock:
             (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)
             if self._wanted_by and self._end is None:
                 self._start(n_threads)
