@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -85,31 +86,34 @@ class SharedEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._lent: list[tuple[_Loan, Engine]] = []
+        self._lent: deque[tuple[_Loan, Engine]] = deque()
+        """The oldest first: of two engines, that is one that has ended."""
 
     def __enter__(self) -> Engine:
         loans = _loans(os.getpid())
         loan = loans.of(self._spec)
         try:
-            self._lent.append((loan, loan.take(self._spec)))
+            engine = loan.take(self._spec)
         except BaseException:
             loans.leave(self._spec, loan)
             raise
-        return self._lent[-1][1]
+        self._lent.append((loan, engine))
+        return engine
 
     def __exit__(self, *error: object) -> None:
-        loan, engine = self._lent.pop()
+        loan, engine = self._lent.popleft()
         loan.give_back(engine)
         _loans(os.getpid()).leave(self._spec, loan)
 
     async def __aenter__(self) -> Engine:
+        lent: list[Engine] = []
         try:
-            await do_to_end(self.__enter__)
+            await do_to_end(lambda: lent.append(self.__enter__()))
         except BaseException:
-            if self._lent:
+            if lent:
                 await do_to_end(self.__exit__)
             raise
-        return self._lent[-1][1]
+        return lent[0]
 
     async def __aexit__(self, *error: object) -> None:
         await do_to_end(self.__exit__)

@@ -171,6 +171,16 @@ def test_engine_that_has_failed_is_not_lent_again(monkeypatch: pytest.MonkeyPatc
     assert len(loads.engines) == 3
 
 
+def test_user_of_an_ended_engine_closes_no_other(loads: Loads) -> None:
+    lent = cbatch.EngineSpec("a").shared()
+    first = lent.__enter__()
+    first.close()
+    with lent as second:
+        lent.__exit__()  # the first user's
+        assert second is not first
+        assert not second.submit("Hi", options=OPTIONS).result().error
+
+
 def test_finalizer_gives_the_engine_back_while_the_next_user_takes_it(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +301,22 @@ async def test_shared_engine_of_a_loop_is_loaded_when_it_is_lent(loads: Loads) -
         assert (await engine.chat("Hi")).usage.completion_tokens == 3
     with pytest.raises(cbatch.EngineClosedError):
         engine.submit("Hi")
+
+
+@pytest.mark.anyio
+async def test_load_that_fails_gives_no_other_engine_back(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = cbatch.EngineSpec("a").shared()
+    async with lent as first:
+        first.close()
+        async with lent as second:
+            second.close()
+            with monkeypatch.context() as patch:
+                patch.setattr("cbatch.engine_spec.load", lambda *_, **__: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    await lent.__aenter__()
+    assert len(loads.engines) == 2
 
 
 @pytest.mark.anyio
