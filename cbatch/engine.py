@@ -335,7 +335,7 @@ class Engine:
 
         Slots, threads, sizes and devices are left out, because they only change the last bits of logits.
 
-        The first access reads about 32 MiB of the model's file.
+        The model and the adapters are those that were loaded, whatever has become of their files since.
         """
         return self._runtime.fingerprint()
 

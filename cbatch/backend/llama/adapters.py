@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,31 +54,32 @@ class Adapters:
         with reading("adapters"):
             self._files = {name: Path(file).absolute() for name, file in files.items()}
         self.names = tuple(files)
-        self._parts = {name: model_parts(os.fspath(path)) for name, path in self._files.items()}
         self._pointers: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
         with llama_log().captured(), ExitStack() as undo:
             undo.callback(self.close)
             try:
                 for name, path in self._files.items():
+                    parts = model_parts(os.fspath(path))
                     self._pointers[name] = _load(model, path)
+                    with suppress(OSError):  # it was removed meanwhile
+                        digest = _digest(path)
+                        if is_unchanged(parts):
+                            self._digests[name] = digest
             except DamagedError as error:
                 raise ModelLoadError(f"adapter {name!r}: {path}: {error}") from error
             undo.pop_all()
 
     def digest(self, name: str) -> str:
-        """Return "sha256:…" of an adapter's file, read when it is first asked for.
+        """Return "sha256:…" of an adapter's file, as it was loaded.
 
         Raises:
             ConfigError: no adapter of that name.
-            OSError: the file is gone, or is not the file that was loaded.
+            OSError: the file was replaced while it was loaded.
         """
-        path = self._path(name)
+        self._path(name)
         if name not in self._digests:
-            found = _digest(path)
-            if not is_unchanged(self._parts[name]):
-                raise OSError(f"the file of adapter {name!r} was replaced since it was loaded")
-            self._digests[name] = found
+            raise OSError(f"the file of adapter {name!r} was replaced while it was loaded")
         return self._digests[name]
 
     def use(self, ctx: Any, adapters: AdapterSet) -> None:

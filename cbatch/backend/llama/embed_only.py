@@ -70,7 +70,7 @@ class EmbedOnlyBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what vectors depend on; see `Backend.fingerprint`."""
-        return fingerprint(self.model.parts, self.options)
+        return fingerprint(self.model.digest, self.options)
 
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         """Refuse cells: there are none; see `Backend.validate_state`."""

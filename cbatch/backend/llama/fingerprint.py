@@ -43,21 +43,21 @@ _N_CELLS_UNDIVIDED = 256
 Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
 
 
-def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
-    """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time.
+def fingerprint(digest: str, options: EngineOptions) -> dict[str, str]:
+    """Return what the cells of a context depend on, by name.
 
     Args:
-        parts: the model's files, as `model_parts` found them before it was loaded.
+        digest: the model's, as `digest_of_loaded` found it.
 
     Raises:
-        OSError: the files are gone, or are not the files that were loaded.
+        OSError: it is not known.
     """
-    if not is_unchanged(parts):
-        raise OSError("the model's file was removed or replaced since it was loaded")
+    if not digest:
+        raise OSError("the model's file was removed or replaced while it was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
     if options.exact:  # else only the layout of cells depends on it, and their rounding
         said["flash_attn"] = options.flash_attn
-    return {"model": file_digest(parts), "llama-cpp-python": build_name(), **said}
+    return {"model": digest, "llama-cpp-python": build_name(), **said}
 
 
 def answer_settings(
@@ -127,6 +127,18 @@ def model_parts(name: str) -> Parts:
 def is_unchanged(parts: Parts) -> bool:
     """Whether files are there as `model_parts` found them."""
     return bool(parts) and parts == model_parts(str(parts[0][0]))
+
+
+def digest_of_loaded(parts: Parts) -> str:
+    """Return the digest of files that were just loaded, "" if they are gone or are not those of `parts`.
+
+    Reads some 32 MiB, unless that was done before. Later the files may change: what was loaded stays the same.
+    """
+    try:
+        found = file_digest(parts)
+        return found if is_unchanged(parts) else ""
+    except OSError:
+        return ""
 
 
 @lru_cache(maxsize=8)

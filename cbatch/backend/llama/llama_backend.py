@@ -574,7 +574,7 @@ class LlamaBackend:
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
-        return {**fingerprint(self.model.parts, self.options), **said}
+        return {**fingerprint(self.model.digest, self.options), **said}
 
 
 def _last_part(chunk: Span, tokens: Sequence[int]) -> Span:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.fingerprint import Parts, model_parts, tensor_types
+from cbatch.backend.llama.fingerprint import Parts, digest_of_loaded, model_parts, tensor_types
 from cbatch.backend.llama.gguf import DamagedError, Header, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
@@ -112,6 +112,8 @@ class LlamaModel:
         """
         self.parts = model_parts(name) if parts is None else parts
         """Its files; empty where they are gone."""
+        self.digest = digest_of_loaded(self.parts) if has_weights else ""
+        """Stands for what was loaded; empty if the files are gone or have changed meanwhile."""
         self.placement = placement or Placement()
         self.has_weights = has_weights
         self.kernels = ""

@@ -241,26 +241,32 @@ def test_unknown_name_is_refused_and_changes_nothing(adapters: Adapters, ctx: Co
     assert np.array_equal(ctx.logits(PROMPT), before)
 
 
-def test_digest_is_of_the_file_and_read_once(
-    model: LlamaModel, files: dict[str, Path], tmp_path: Path
+def test_digest_is_of_the_file_that_was_loaded(
+    model: LlamaModel, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: tmp_path / name for name in ("one", "two")}
-    for name, path in paths.items():
-        path.write_bytes(files[name].read_bytes())
-    adapters = Adapters(model, paths)
-    expected = f"sha256:{hashlib.sha256(files['one'].read_bytes()).hexdigest()}"
-    assert adapters.digest("one") == expected
+    paths = {name: tmp_path / name for name in ("one", "two", "gone")}
     for path in paths.values():
-        path.write_bytes(b"another")
-    assert adapters.digest("one") == expected
-    with pytest.raises(OSError, match="'two' was replaced since it was loaded"):
-        adapters.digest("two")
-    paths["two"].unlink()
-    with pytest.raises(FileNotFoundError):
-        adapters.digest("two")
+        path.write_bytes(files["one"].read_bytes())
+
+    def hashed(path: Path) -> str:
+        if path == paths["gone"]:
+            path.unlink()
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path == paths["two"]:
+            path.write_bytes(b"another")
+        return found
+
+    monkeypatch.setattr("cbatch.backend.llama.adapters._digest", hashed)
+    adapters = Adapters(model, paths)
+    paths["one"].write_bytes(b"another")
+    assert adapters.digest("one") == hashlib.sha256(files["one"].read_bytes()).hexdigest()
+    for name in ("two", "gone"):
+        with pytest.raises(OSError, match=f"'{name}' was replaced while it was loaded"):
+            adapters.digest(name)
     with pytest.raises(ConfigError, match="'three'"):
         adapters.digest("three")
     adapters.close()
+
 
 
 def test_close_twice_is_harmless_and_then_none_can_be_used(

@@ -15,6 +15,7 @@ import pytest
 from cbatch.backend.llama import fingerprint as subject
 from cbatch.backend.llama.fingerprint import (
     answer_settings,
+    digest_of_loaded,
     file_digest,
     fingerprint,
     model_parts,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def of(path: Path, **given: Any) -> dict[str, str]:
-    return fingerprint(model_parts(str(path)), EngineOptions(**given))
+    return fingerprint(file_digest(model_parts(str(path))), EngineOptions(**given))
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +288,7 @@ def test_file_that_is_not_the_one_that_was_loaded_has_no_fingerprint(
     else:
         path.unlink()
     with pytest.raises(OSError, match="removed or replaced"):
-        fingerprint(loaded, EngineOptions())
+        fingerprint(digest_of_loaded(loaded), EngineOptions())
 
 
 def test_file_that_changes_amid_its_load_has_no_fingerprint(
@@ -302,10 +303,10 @@ def test_file_that_changes_amid_its_load_has_no_fingerprint(
 
     model = open_model(path, is_stopped=is_stopped)
     with closing(model), pytest.raises(OSError, match="removed or replaced"):
-        fingerprint(model.parts, EngineOptions())
+        fingerprint(model.digest, EngineOptions())
 
 
-def test_backend_remembers_the_file_it_was_loaded_from(
+def test_fingerprint_is_of_the_file_that_was_loaded(
     synth: SynthFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(synth("test"), tmp_path / "m.gguf")
@@ -317,7 +318,9 @@ def test_backend_remembers_the_file_it_was_loaded_from(
         before = backend.fingerprint(())
         assert before["model"] == of(synth("test"))["model"]
         os.utime(tmp_path / "m.gguf", (1, 1))
-        with pytest.raises(OSError, match="replaced since it was loaded"):
-            backend.fingerprint(())
+        file_digest.cache_clear()
+        assert backend.fingerprint(()) == before
+        (tmp_path / "m.gguf").unlink()
+        assert backend.fingerprint(()) == before
     finally:
         backend.close()
