@@ -543,7 +543,8 @@ class Engine:
         Args:
             pairs: (context, continuations): a text, a message list or a `BatchPrompt`; and a text or a list of token
                 ids, or several of them. A context of "" means none. After a chat, a continuation begins its answer.
-            options: for every request, such as `adapter`, `priority`, `timeout_s`, and what the chat template takes.
+            options: for every request, such as `adapter`, `priority`, `timeout_s`, and what the chat template takes;
+                those of a `BatchPrompt` override them.
             progress: as in `run`.
 
         Returns:
@@ -587,7 +588,7 @@ class Engine:
         run_options = run_options_of(self, options)
         tokenizer = Tokenizer(
             lambda prompt: runtime.tokens_of(prompt, run_options),
-            lambda prompt: runtime.text_of(prompt, run_options),
+            lambda prompt: runtime.text_of(prompt, RunOptions.of(prompt.options).over(run_options)),
             runtime.n_window,
             facts.bos_id if facts.bos_id >= 0 else facts.eos_id,
         )

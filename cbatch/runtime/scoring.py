@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from cbatch.errors import CBatchError, ConfigError, PromptError
 from cbatch.messages import BatchPrompt, Prompt, as_prompt
+from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Score
 from cbatch.support.checks import check_flag, reading, shown, token_ids
 from cbatch.support.plain import int_of, list_of, text_of
@@ -22,8 +23,19 @@ T = TypeVar("T")
 Continuation: TypeAlias = "str | Sequence[int]"
 Pair: TypeAlias = "tuple[Prompt, Continuation | Sequence[Continuation]]"
 
-OPTIONS = {"max_tokens": 0, "prompt_logprobs": 1, "n": 1, "echo": False}
-"""Of a request that scores: nothing is sampled; the likeliest token tells what greedy decoding would take."""
+OPTIONS = {
+    "max_tokens": 0,
+    "prompt_logprobs": 1,
+    "n": 1,
+    "echo": False,
+    "tools": [],
+    "tool_choice": "none",
+    "chat_template_kwargs": {},
+}
+"""Of a request that scores: nothing is sampled; the likeliest token tells what greedy decoding would take.
+
+The chat template has been applied before.
+"""
 
 
 class ScoredTokens(NamedTuple):
@@ -66,6 +78,11 @@ class Continuations(NamedTuple):
                 listed = [listed]
             return cls(context, tuple(map(_continuation, listed)))
 
+    @property
+    def prompt(self) -> BatchPrompt | None:
+        """What the caller gave, with options of its own."""
+        return self.context
+
     def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return one request for each continuation.
 
@@ -87,7 +104,7 @@ class Continuations(NamedTuple):
 class WholeText(NamedTuple):
     """A text of which all tokens are scored."""
 
-    text: BatchPrompt
+    prompt: BatchPrompt
 
     @classmethod
     def of(cls, text: Any) -> WholeText:
@@ -96,7 +113,7 @@ class WholeText(NamedTuple):
 
     def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return windows that are no longer than a slot's; each but the first begins with the last token before it."""
-        prompt = self.text
+        prompt = self.prompt
         tokens = prompt.tokens or tokenizer.tokens_of(
             BatchPrompt(prompt=tokenizer.text_of(prompt)) if prompt.messages else prompt
         )
@@ -186,13 +203,13 @@ class _ScoreBook:
                 self._found[i] = [[Score(error=error)] for _ in range(n)]
                 continue
             self._found[i] = [[None] * len(windows) for windows in requests]
+            own = RunOptions.of(item.prompt.options if item.prompt else None)
             for j, windows in enumerate(requests):
                 for k, (tokens, start) in enumerate(windows):
                     id = f"score-{self._name}-{i}-{j}-{k}"
                     self._places[id] = i, j, k, start
-                    yield BatchPrompt(
-                        tokens=tokens, id=id, options={**OPTIONS, "prompt_logprobs_start": start}
-                    )
+                    options = RunOptions.of({**OPTIONS, "prompt_logprobs_start": start})
+                    yield BatchPrompt(tokens=tokens, id=id, options=options.over(own))
 
     def take(self, result: BatchResult) -> None:
         i, j, k, start = self._places.pop(result.id)

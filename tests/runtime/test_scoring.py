@@ -70,6 +70,36 @@ def test_chat_is_followed_by_the_beginning_of_its_answer(engine: Engine) -> None
     assert b"".join(token.data for token in red.tokens) == b"red"
 
 
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+@pytest.mark.parametrize("options", [{"tools": TOOLS}, {"chat_template_kwargs": {"x": 1}}], ids=str)
+def test_chat_is_scored_as_its_template_has_it(options: Any) -> None:
+    chat = [{"role": "user", "content": "Say red."}]
+    with engine_on(FakeBackend(4, 256, 16)) as engine:
+        text = engine.render(chat, options=options)
+        assert text != engine.render(chat)
+        asked = {**options, "tool_choice": "required"} if "tools" in options else options
+        [[by_run]] = engine.score([(chat, "red")], options=options).results()
+        [[by_own]] = engine.score([(BatchPrompt(chat, options=options), "red")]).results()
+        [[by_text]] = engine.score([(text, "red")]).results()
+        assert told(by_run) == told(by_own) == told(by_text)
+        [by_run] = engine.score_texts([chat], options=asked).results()
+        [by_text] = engine.score_texts([engine.render(chat, options=asked)]).results()
+        assert told(by_run) == told(by_text)
+
+
+def test_context_has_options_of_its_own(engine: Engine) -> None:
+    asked = {"adapter": "none"}
+    pairs: list[Any] = [(BatchPrompt(prompt="a", options=asked), "b"), ("a", "b")]
+    [[own], [other]] = engine.score(pairs).results(return_errors=True)
+    texts: list[Any] = [BatchPrompt(prompt="ab", options=asked), "ab"]
+    [own_text, other_text] = engine.score_texts(texts).results(return_errors=True)
+    assert [other.error, other_text.error] == [None, None]
+    for score in (own, own_text):
+        assert "adapter 'none' is not loaded" in str(score.error)
+
+
 def test_context_of_many_continuations_is_computed_once(engine: Engine) -> None:
     context = [3 + i % 50 for i in range(50)]
     ends = [[i, i + 1] for i in range(1, 9)]

@@ -268,7 +268,6 @@ def test_digest_is_of_the_file_that_was_loaded(
     adapters.close()
 
 
-
 def test_close_twice_is_harmless_and_then_none_can_be_used(
     model: LlamaModel, files: dict[str, Path], ctx: Context
 ) -> None:
