@@ -544,7 +544,7 @@ class Pool:
                 return
         path = connection.facts.path if connection.facts else ""
         raise ModelLoadError(
-            f"the file of the model or of an adapter was replaced while the engine ran (model: {path}): "
+            f"the file of the model, of an adapter or of mmproj was replaced while the engine ran (model: {path}): "
             "load the engine again, or put the former file back"
         )
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 import cbatch
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import CBatchError, ConfigError
+from cbatch.errors import CBatchError, ConfigError, ModelLoadError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, shown
 from cbatch.support.thread_start import start
@@ -101,7 +101,7 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
         said = _Kept()
         with _logs_to(said, hello.log_level):
             runtime = _load(hello.load)
-            start_chats(runtime)
+            begin(runtime)
     except CBatchError as error:
         _refuse(first, sink, error)
         return
@@ -285,7 +285,7 @@ def _ready(runtime: LocalRuntime, frames: Frames) -> Ready:
 
 def _weights(runtime: LocalRuntime) -> str:
     said = runtime.fingerprint()
-    return "" if said["model"].startswith("unknown") else f"{said['model']} {said['adapters']}"
+    return f"{said['model']} {said['adapters']} {said.get('projector', '')}"
 
 
 def _load(said: LoadCommand | None) -> LocalRuntime:
@@ -304,9 +304,17 @@ def _load(said: LoadCommand | None) -> LocalRuntime:
     )
 
 
-def start_chats(runtime: LocalRuntime) -> None:
-    """Start what renders chats: a worker that cannot fails its load, and gets no chats that it would fail."""
+def begin(runtime: LocalRuntime) -> None:
+    """Start what renders chats; refuse a model that cannot be compared with those of other workers.
+
+    A worker that cannot fails its load, and gets no requests that it would fail, or answer with another model.
+    """
     try:
+        if _weights(runtime).startswith("unknown"):
+            raise ModelLoadError(
+                "the file of the model or of an adapter was replaced while a worker loaded it (model: "
+                f"{runtime.model_facts().path}): load the engine again"
+            )
         runtime.start_chats()
     except CBatchError:
         runtime.close()

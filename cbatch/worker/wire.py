@@ -336,7 +336,7 @@ class Ready(Struct, omit_defaults=True, kw_only=True):
     facts: ModelFacts | None = None
     """What the model is, for cbatch's own clients: so that these need not ask, which would wait in an event loop."""
     weights: str = ""
-    """A digest of the files of the model and its adapters, where these are as they were when they were loaded."""
+    """A digest of the files of the model, its adapters and its projector, as they were loaded."""
     error: CBatchError | None = None
 
 

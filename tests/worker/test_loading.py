@@ -14,7 +14,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, EngineClosedError, EngineError, ModelLoadError
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker import connect, start
-from cbatch.worker.service import start_chats
+from cbatch.worker.service import begin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,21 @@ def test_worker_that_cannot_start_chats_closes_its_model(monkeypatch: pytest.Mon
     monkeypatch.setattr(FakeVocab, "start_chats", refuse)
     runtime = LocalRuntime(FakeBackend(), ScheduleOptions())
     with pytest.raises(ModelLoadError, match="no process can be started for the chat template"):
-        start_chats(runtime)
+        begin(runtime)
+    with pytest.raises(EngineClosedError):
+        runtime.check_open()
+
+
+def test_worker_whose_file_was_replaced_amid_its_load_fails_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: object) -> dict[str, str]:
+        raise OSError("replaced")
+
+    monkeypatch.setattr(FakeBackend, "fingerprint", unknown)
+    runtime = LocalRuntime(FakeBackend(), ScheduleOptions())
+    with pytest.raises(ModelLoadError, match="was replaced while a worker loaded it"):
+        begin(runtime)
     with pytest.raises(EngineClosedError):
         runtime.check_open()
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from cbatch.backend.bindings import build_name, llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import pillow, pixels_of, size_of
-from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.backend.llama.fingerprint import digest_of_loaded, model_parts
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.positions import FlatPicture
@@ -219,13 +219,18 @@ class Projector:
         self._n_numbers = 0
         self.n_encoded = 0
         """Pictures and sounds that were encoded: one that is known is not encoded again."""
-        self.digest = file_digest(model_parts(path))
-        """What tells this file from another."""
         self._watch = GraphWatch()
         """What breaks off an encoding under way."""
         self._ctx: Any = None
+        parts = model_parts(path)
         try:
             self._ctx = self._made(n_threads, is_on_device=is_on_device)
+            self.digest = digest_of_loaded(parts)
+            """What tells this file from another."""
+            if not self.digest:
+                raise ModelLoadError(
+                    f"{readable(path)}: the file was replaced while it was loaded: load the engine again"
+                )
             self._find_what_it_takes()
         except BaseException:
             self.close()

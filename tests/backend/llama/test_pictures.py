@@ -21,6 +21,7 @@ from PIL import Image
 
 import cbatch
 from cbatch.backend.llama.bitmaps import pixels_of, size_of
+from cbatch.backend.llama.fingerprint import Parts, digest_of_loaded
 from cbatch.backend.llama.projector import Projector
 from cbatch.bench.synthetic_projector import write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
@@ -185,7 +186,8 @@ def test_text_beside_a_picture_has_the_scores_that_it_has_alone(seeing: cbatch.E
         assert beside.prompt_logprobs is not None
         assert alone.prompt_logprobs is not None
         found = zip(beside.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True)
-        assert all(a and b and abs(a.logprob - b.logprob) < 0.1 for a, b in found)
+        # steps with other kinds of rows round differently: by up to 0.14; a wrong token is 2.9 away on average
+        assert all(a and b and abs(a.logprob - b.logprob) < 0.5 for a, b in found)
 
 
 @pytest.mark.parametrize("data", [photo(5000)[:-9000], b"no picture"])
@@ -374,6 +376,21 @@ def test_pictures_encoded_in_many_threads_are_encoded_once_each(
                 assert rows.values is not None
                 assert others.values is not None
                 assert np.abs(rows.values - others.values).max() < 1e-5
+
+
+def test_projector_that_is_replaced_amid_its_load_is_refused(
+    seeing: cbatch.Engine, projector: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "projector.gguf"
+    path.write_bytes(projector.read_bytes())
+
+    def replaced(parts: Parts) -> str:
+        os.utime(path, (1, 1))
+        return digest_of_loaded(parts)
+
+    monkeypatch.setattr("cbatch.backend.llama.projector.digest_of_loaded", replaced)
+    with pytest.raises(ModelLoadError, match="was replaced while it was loaded"):
+        Projector(parts_of(seeing).backend.model, str(path), 1, n_ubatch=512)
 
 
 def test_warning_about_a_picture_is_no_reason_of_a_death(
