@@ -34,10 +34,10 @@ from cbatch.support.checks import (
     check_seconds,
     check_text,
     checked,
+    different_token_ids,
     given_only,
     name_of,
     reading,
-    token_ids,
 )
 from cbatch.support.plain import flag_of, int_of
 from cbatch.support.schemas import SchemaClass  # noqa: TC001  # the type hints of options are read
@@ -317,7 +317,7 @@ class RunOptions:
     max_completion_tokens: int | None = None
     strict_max_tokens: bool | None = checked(check_flag)
     stop: str | Sequence[str] | None = checked(check_stops)
-    stop_token_ids: Sequence[int] | None = checked(token_ids)
+    stop_token_ids: Sequence[int] | None = checked(different_token_ids)
     include_stop: bool | None = checked(check_flag)
     ignore_eos: bool | None = checked(check_flag)
     temperature: float | None = checked(check_float, 0.0, 1e4)

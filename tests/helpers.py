@@ -295,6 +295,7 @@ def make_request(
         n_logprobs=said.n_logprobs,
         n_prompt_logprobs=said.n_prompt_logprobs,
         grammar=said.structure,
+        asked_stops=said.stop_token_ids or (),
     )
 
 

@@ -653,8 +653,7 @@ class SequenceDriver:
         """Whether a limit, a cancel or the request's stop token ended the output, and not the model."""
         if reason != "stop":
             return True
-        stop_tokens = self.request.options.stop_token_ids or ()
-        return bool(self.output) and self.output[-1] in stop_tokens
+        return bool(self.output) and self.output[-1] in self.request.asked_stops
 
 
 BY_AGE = attrgetter("number")

@@ -55,6 +55,8 @@ class Request:
     """Whether the engine supports `n_discard`."""
     n_trained: int = 0
     """The model's training context in tokens; 0 if unknown."""
+    asked_stops: Collection[int] = ()
+    """Those of `stop_tokens` that the caller gave; a set likewise."""
 
 
 @dataclass(eq=False, slots=True)

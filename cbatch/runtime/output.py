@@ -171,7 +171,7 @@ def _stop_reason(driver: SequenceDriver) -> str | int | None:
         return None
     last = driver.output[-1] if driver.output else None
     if last in driver.request.stop_tokens:
-        return last if last in (driver.request.options.stop_token_ids or ()) else None
+        return last if last in driver.request.asked_stops else None
     return driver.reply.text.stop
 
 

@@ -150,13 +150,14 @@ class SequenceMaker:
         vocab = self._backend.vocab
         seed = secrets.randbits(32) if options.seed is None else options.seed
         own = () if options.ignore_eos else vocab.end_tokens
+        asked_stops = frozenset(options.stop_token_ids or ())
         sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
         return Request(
             id,
             item,
             options,
             sampling,
-            frozenset((*own, *(options.stop_token_ids or ()))),
+            asked_stops.union(own),
             deadline_s,
             options.adapters,
             options.n_logprobs,
@@ -167,6 +168,7 @@ class SequenceMaker:
             dry_breakers=options.dry_breakers(sampling),
             can_shift=self._backend.memory.can_shift and not self._backend.cuts,
             n_trained=self._n_trained,
+            asked_stops=asked_stops,
         )
 
     def _warn(self, driver: SequenceDriver) -> None:

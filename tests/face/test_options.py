@@ -171,6 +171,10 @@ def test_list_changed_later_does_not_change_the_options() -> None:
     assert hash(options) == hash(RunOptions(stop="a", stop_token_ids=(1,)))
 
 
+def test_stop_tokens_that_are_given_again_and_again_count_once() -> None:
+    assert RunOptions(stop_token_ids=[3, 1, 3] * 1000).stop_token_ids == (3, 1)
+
+
 def test_options_are_frozen() -> None:
     options = RunOptions()
     with pytest.raises(FrozenInstanceError):

@@ -61,3 +61,4 @@ def test_many_stop_tokens_are_a_set_wherever_a_token_is_looked_for() -> None:
     found = driver.request.stop_tokens
     assert isinstance(found, frozenset)
     assert driver.binding(Slot(0)).stop_tokens is driver.reply.silent is found
+    assert isinstance(driver.request.asked_stops, frozenset)
