@@ -192,13 +192,13 @@ class BatchResult:
         choices = tuple(replace(choice, i_item=i_item) for choice in self.choices)
         return replace(self, i_item=i_item, choices=choices)
 
-    def as_chunk(self) -> BatchOutputChunk:
-        """Return the only chunk of an answer that comes in one."""
+    def as_chunk(self, index: int = 0) -> BatchOutputChunk:
+        """Return the only chunk of an answer that comes in one, as that of a choice."""
         return BatchOutputChunk(
             self.id,
             self.text,
             self.token_ids,
-            0,
+            index,
             self.finish_reason,
             self.text,
             self.reasoning,

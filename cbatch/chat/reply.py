@@ -23,6 +23,15 @@ class OutputReader(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class Echo:
+    """What stands before an answer that echoes its prompt, made when it is first asked for; choices share one."""
+
+    text: str | None = None
+    unscored: list[TokenLogprob] = field(default_factory=list)
+    """A log-probability for each token where none was computed: NaN."""
+
+
+@dataclass(eq=False, slots=True)
 class ReplyText:
     """The text of an output that grows, and what was given out of it."""
 
@@ -41,6 +50,7 @@ class ReplyText:
     """Those of the output so far, where they are asked for, made once for chunks and result."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Those of the prompt's scored tokens so far."""
+    echo: Echo = field(default_factory=Echo)
 
     @classmethod
     def of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -266,7 +267,7 @@ def _scored_chunk(chunk: BatchOutputChunk, echoed: tuple[TokenLogprob, ...]) -> 
     own = chunk.logprobs or ()
     if not (chunk.index and own and math.isnan(own[0].logprob)):
         return chunk
-    n = next((i for i, token in enumerate(own) if not math.isnan(token.logprob)), len(own))
+    n = bisect_left(own, True, key=lambda token: not math.isnan(token.logprob))
     return replace(chunk, logprobs=(*echoed[:n], *own[len(echoed[:n]) :]))
 
 

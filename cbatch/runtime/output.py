@@ -16,7 +16,7 @@ from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob
 from cbatch.tools import call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import DraftCounts, TokenLogprobs
@@ -185,14 +185,16 @@ def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
     )
 
 
-def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
+def _echo(driver: SequenceDriver) -> tuple[str, Sequence[int]]:
     """Return what stands before the answer: the prompt, where it is echoed and the sequence has run."""
     if not (driver.request.options.echo and driver.has_run):
         return "", ()
-    tokens, text = driver.given, driver.request.prompt.prompt
-    if text is None:
-        text = b"".join(map(driver.reply.text.piece, tokens)).decode("utf-8", "replace")
-    return text, tokens
+    tokens, echo = driver.given, driver.reply.echo
+    if echo.text is None:
+        echo.text = driver.request.prompt.prompt
+    if echo.text is None:
+        echo.text = b"".join(map(driver.reply.text.piece, tokens)).decode("utf-8", "replace")
+    return echo.text, tokens
 
 
 def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
@@ -213,15 +215,21 @@ def _output_logprobs(driver: SequenceDriver) -> list[TokenLogprob]:
     return found
 
 
-def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
-    """Yield a log-probability for each token that is echoed; NaN where it is not known."""
-    n_top = driver.request.n_logprobs
+def _echoed_logprobs(driver: SequenceDriver) -> Iterable[TokenLogprob]:
+    """Return a log-probability for each token that is echoed; NaN where it is not known."""
     _, tokens = _echo(driver)
-    for token, found in zip_longest(tokens, _scored_prompt(driver) or () if tokens else ()):
-        if found is None:
-            yield TokenLogprob(token, driver.reply.text.piece(token), math.nan)
-        else:
-            yield _with_top(found, n_top)
+    n_top, unscored = driver.request.n_logprobs, driver.reply.echo.unscored
+
+    def unknown(token: int) -> TokenLogprob:
+        return TokenLogprob(token, driver.reply.text.piece(token), math.nan)
+
+    scored = _scored_prompt(driver)
+    if scored is None:
+        if not unscored:
+            unscored += map(unknown, tokens)
+        return unscored
+    both = zip_longest(tokens, scored if tokens else ())
+    return (unknown(token) if found is None else _with_top(found, n_top) for token, found in both)
 
 
 def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:

@@ -89,7 +89,10 @@ class SequenceMaker:
             return [self.of_request(label, now) for label in _labels(request)]
         if n_choices == 1:
             return [self.of_request(request, now)]
-        return [self.of_request(_choice(request, i), now) for i in range(n_choices)]
+        choices = [self.of_request(_choice(request, i), now) for i in range(n_choices)]
+        for driver in choices:
+            driver.reply.echo = choices[0].reply.echo
+        return choices
 
     def request(
         self,

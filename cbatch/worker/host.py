@@ -105,9 +105,9 @@ class _HostBatch:
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Hand output to the thread that writes: of an answer that nobody reads as it comes, the result says it all."""
-        if not self.is_streamed and len(chunks) == len(results):
-            pairs = zip(chunks, results, strict=True)
-            chunks = [chunk for chunk, (_, result) in pairs if not _is_whole(chunk, result)]
+        if not self.is_streamed:
+            ended = {result.id: result for _, result in results}
+            chunks = [chunk for chunk in chunks if not _is_whole(chunk, ended.get(chunk.id))]
         self._host.deliver(self, chunks, results)
 
     def expect_choices(self, n: int) -> None:
@@ -548,14 +548,13 @@ class _Later:
     """Whether its reply may come between the parts of a large result."""
 
 
-def _is_whole(chunk: BatchOutputChunk, result: BatchResult) -> bool:
-    """Whether a last chunk is all of its result's text, so that a client can make it from the result."""
-    return (
-        not result.choices
-        and chunk.id == result.id
-        and chunk.text == result.text
-        and chunk.token_ids == result.token_ids
-    )
+def _is_whole(chunk: BatchOutputChunk, result: BatchResult | None) -> bool:
+    """Whether a last chunk is all of its answer's text, so that a client can make it from the result."""
+    if result is None:
+        return False
+    answers = result.choices or (result,)
+    answer = answers[chunk.index] if chunk.index < len(answers) else result
+    return chunk.text == answer.text and chunk.token_ids == answer.token_ids
 
 
 class _LastOptions:

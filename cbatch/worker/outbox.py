@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from dataclasses import replace
 from io import StringIO
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob
@@ -217,7 +218,7 @@ class Outbox:
         """Whether the next value is a large result, before which its log-probabilities come."""
         if kind != "results" or not (self._takes_parts and self._has(kind)):
             return False
-        return _n_logprobs_of(self._waiting[kind][0]) > N_PART
+        return _is_large(self._waiting[kind][0])
 
     def _part_next(self) -> None:
         results = self._waiting["results"]
@@ -327,10 +328,15 @@ def _cut(chunk: BatchOutputChunk) -> tuple[BatchOutputChunk, BatchOutputChunk | 
     return first, rest
 
 
-def _n_logprobs_of(result: BatchResult) -> int:
-    """Return how many log-probabilities a result has, alternatives and those of its choices counted."""
-    own = n_logprobs(result.logprobs) + n_logprobs(result.prompt_logprobs)
-    return own + sum(map(_n_logprobs_of, result.choices))
+def _is_large(result: BatchResult) -> bool:
+    """Whether a result has more than N_PART log-probabilities, alternatives and those of its choices counted."""
+    n = 0
+    for answer in (result, *result.choices):
+        for token in chain(answer.logprobs or (), answer.prompt_logprobs or ()):
+            n += 1 + len(token.top) if token else 1
+            if n > N_PART:
+                return True
+    return False
 
 
 def _size_of_chunk(chunk: BatchOutputChunk) -> int:

@@ -392,12 +392,16 @@ class Asked:
         return replace(found, choices=choices, logprobs=logprobs)
 
     def last_chunks(self, result: BatchResult) -> list[BatchOutputChunk]:
-        """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
-        if not self.heard:
-            return [result.as_chunk()]
+        """Return the only chunk of each answer of which none has come, for nobody read it; and ends that lack."""
+        answers, heard = result.choices or (result,), {chunk.index for chunk in self.heard}
+        left = {i: answer for i, answer in enumerate(answers) if i not in self.ended}
         reason = result.finish_reason
-        left = [i for i in range(len(result.choices) or 1) if i not in self.ended]
-        return [BatchOutputChunk(self.id, "", (), i, reason, error=result.error) for i in left]
+        return [
+            BatchOutputChunk(self.id, "", (), i, reason, error=result.error)
+            if i in heard
+            else answer.as_chunk(i)
+            for i, answer in left.items()
+        ]
 
     # ---- without a worker ----
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial
+from itertools import chain, islice
+from operator import is_not
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -404,23 +406,40 @@ def encoded_scores(found: _Scores | None, frames: Frames) -> object:
 
 
 def parted(result: BatchResult) -> tuple[list[ResultPart], BatchResult]:
-    """Return a result's log-probabilities in parts, and the result without; those that it has twice are told once."""
+    """Return a result's log-probabilities in parts, and the result without.
+
+    Those that it has twice are told once, as is what all choices begin with, such as an echo.
+    """
     at = {THE_RESULT: result, **dict(enumerate(result.choices))}
     parts: list[ResultPart] = []
     for of_prompt in (False, True):
         lists = {i: _scores_of(one, of_prompt=of_prompt) for i, one in at.items()}
+        n_same = _n_same([*filter(None, lists.values())])
         places: dict[int, list[int]] = {}
         for i, found in lists.items():
-            places.setdefault(id(found), []).append(i)
-        for same in places.values():
-            some = _parts_of(lists[same[0]] or ())
+            if found:
+                places.setdefault(id(found), []).append(i)
+        told = [(same, lists[same[0]][n_same:]) for same in places.values()]
+        if n_same:
+            told.insert(0, ([i for same, _ in told for i in same], lists[told[0][0][0]][:n_same]))
+        for same, found in told:
+            some = _parts_of(found)
             parts += [ResultPart(result.id, same, of_prompt, [*tokens]) for tokens in some]
     choices = tuple(map(_bare, result.choices))
     return parts, replace(_bare(result), choices=choices)
 
 
-def _scores_of(result: BatchResult, *, of_prompt: bool) -> _Scores | None:
-    return result.prompt_logprobs if of_prompt else result.logprobs
+def _n_same(lists: Sequence[_Scores]) -> int:
+    """Return how many of the first objects of several lists are the same in all of them."""
+    n = min(map(len, lists), default=0)
+    for found in {id(found): found for found in lists}.values():
+        differ = map(is_not, islice(found, n), lists[0])
+        n = next((i for i, differs in enumerate(differ) if differs), n)
+    return n
+
+
+def _scores_of(result: BatchResult, *, of_prompt: bool) -> _Scores:
+    return (result.prompt_logprobs if of_prompt else result.logprobs) or ()
 
 
 def _bare(result: BatchResult) -> BatchResult:
@@ -433,14 +452,17 @@ def _bare(result: BatchResult) -> BatchResult:
 
 def joined(result: BatchResult, parts: Sequence[ResultPart]) -> BatchResult:
     """Return a result with its parts. Raises a ConfigError where one belongs to a choice that is not there."""
-    lists: dict[tuple[bool, tuple[int, ...]], list[Any]] = {}
-    for part in parts:
-        lists.setdefault((part.of_prompt, tuple(part.places)), []).extend(part.tokens)
+    numbers: dict[tuple[bool, int], list[int]] = {}
+    for n, part in enumerate(parts):
+        for i in part.places:
+            numbers.setdefault((part.of_prompt, i), []).append(n)
     found: dict[int, dict[str, Any]] = {}
-    for (of_prompt, places), tokens in lists.items():
-        scores = tuple(tokens)
-        for i in places:
-            found.setdefault(i, {})["prompt_logprobs" if of_prompt else "logprobs"] = scores
+    made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    for (of_prompt, i), own_parts in numbers.items():
+        key = tuple(own_parts)
+        if key not in made:
+            made[key] = tuple(chain.from_iterable(parts[n].tokens for n in key))
+        found.setdefault(i, {})["prompt_logprobs" if of_prompt else "logprobs"] = made[key]
     own = found.pop(THE_RESULT, {})
     if any(not 0 <= i < len(result.choices) for i in found):
         raise ConfigError(

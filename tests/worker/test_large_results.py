@@ -136,6 +136,42 @@ def test_scores_that_a_result_has_twice_are_told_once() -> None:
     assert found.logprobs is found.choices[0].logprobs
 
 
+def test_echo_that_all_choices_begin_with_is_made_and_told_once() -> None:
+    asked = {**MANY, "max_tokens": 2, "echo": True}
+    with Engine(backend()) as engine:
+        [result] = all_results(engine.run([item(text_of(300), "a", **asked)]))
+    parts, bare = wire.parted(result)
+    assert sum(n_logprobs(part.tokens) for part in parts) == 1 + 2 * 299 * 21 + 4 * 2 * 21
+    found = wire.joined(bare, parts)
+    assert repr(found) == repr(result)
+    for one in (result, found):
+        first, *others = [choice.logprobs or () for choice in one.choices]
+        assert all([*map(id, other[:300])] == [*map(id, first[:300])] for other in others)
+
+
+def test_choices_that_nobody_reads_as_they_come_are_told_by_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, n_chunks = connection._read, []
+
+    def noted(data: bytes) -> wire.Frame:
+        frame = read(data)
+        n_chunks.append(len(frame.chunks))
+        return frame
+
+    monkeypatch.setattr("cbatch.worker.connection._read", noted)
+    asked = item(text_of(9), "a", **{**MANY, "max_tokens": 3, "echo": True})
+    with Engine(backend()) as here, engine_over(backend()) as there:
+        found = []
+        for engine in (here, there):
+            response = engine.run([asked])
+            all_results(response)
+            found.append(sorted((c.index, c.text, c.token_ids) for c in response))
+    assert sum(n_chunks) == 0
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
 def test_part_of_no_choice_is_refused() -> None:
     with Engine(backend()) as engine:
         [result] = all_results(engine.run([item(text_of(3), "a", max_tokens=1)]))
