@@ -235,14 +235,16 @@ class LocalRuntime:
     def fingerprint(self) -> dict[str, str]:
         """Return what answers depend on besides prompt and options. See `Engine.fingerprint`."""
         backend = self.backend
+        names = sorted(backend.adapters)
         try:
-            said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
-        except OSError:  # shared by an object that does not know its file, or changed since
-            said = {"model": self._unknown_model, "adapters": ", ".join(backend.adapters)}
+            said = dict(backend.fingerprint(()))
+            digests = [backend.fingerprint(((name, 1.0),)).get("adapters", "") for name in names]
+        except OSError:  # shared by an object that does not know its file, or replaced while it was loaded
+            said, digests = {"model": self._unknown_model}, ["unknown"] * len(names)
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {
             "model": said.get("model") or json.dumps(said, sort_keys=True),
-            "adapters": said.get("adapters", ""),
+            "adapters": ", ".join(map("{}: {}".format, names, digests)),
             "chat template": template[:16],
             **backend.answer_settings,
         }

@@ -14,6 +14,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+import cbatch
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
@@ -239,6 +240,17 @@ def test_unknown_name_is_refused_and_changes_nothing(adapters: Adapters, ctx: Co
     with pytest.raises(ConfigError, match="'three'; loaded: one, two"):
         adapters.use(ctx.pointer, (("one", 2.0), ("three", 1.0)))
     assert np.array_equal(ctx.logits(PROMPT), before)
+
+
+def test_fingerprint_tells_which_name_has_which_adapter(
+    test_model: Path, files: dict[str, Path]
+) -> None:
+    one, two = files["one"], files["two"]
+    found = []
+    for adapters in ({"a": one, "b": two}, {"b": two, "a": one}, {"b": one, "a": two}):
+        with cbatch.load(test_model, adapters=adapters) as engine:
+            found.append(engine.fingerprint["adapters"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_digest_is_of_the_file_that_was_loaded(
