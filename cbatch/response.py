@@ -10,6 +10,8 @@ from collections.abc import (
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from cbatch.errors import CBatchError, words_of
 from cbatch.support.checks import shown
 
@@ -122,8 +124,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, gc=False):  # else a full collection would visit millions
     """One token with its log-probability by the model's own logits; `top` has the likeliest tokens at its place."""
 
     token_id: int

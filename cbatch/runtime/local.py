@@ -239,7 +239,9 @@ class LocalRuntime:
         try:
             said = dict(backend.fingerprint(()))
             digests = [backend.fingerprint(((name, 1.0),)).get("adapters", "") for name in names]
-        except OSError:  # shared by an object that does not know its file, or replaced while it was loaded
+        except (
+            OSError
+        ):  # shared by an object that does not know its file, or replaced while it was loaded
             said, digests = {"model": self._unknown_model}, ["unknown"] * len(names)
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {

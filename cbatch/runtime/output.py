@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -242,7 +242,9 @@ def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] 
 
 
 def _with_top(token: TokenLogprob, n_top: int | None) -> TokenLogprob:
-    return token if token.top == token.top[:n_top] else replace(token, top=token.top[:n_top])
+    if len(token.top) == len(token.top[:n_top]):
+        return token
+    return TokenLogprob(token.token_id, token.data, token.logprob, token.top[:n_top])
 
 
 def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, TypeAlias, cast
@@ -135,7 +134,8 @@ class HeardToken(HeardTop):
 
     def made(self) -> TokenLogprob:
         """Return the log-probability."""
-        return replace(super().made(), top=made_tokens(self.top) or ())
+        made = super().made()
+        return TokenLogprob(made.token_id, made.data, made.logprob, made_tokens(self.top) or ())
 
 
 def made_tokens(found: Sequence[HeardTop | None] | None) -> tuple[Any, ...] | None:
