@@ -52,14 +52,15 @@ def alone(result: BatchResult) -> BatchResult:
 
 
 @pytest.fixture
-def sizes() -> Iterator[list[int]]:
-    """The bytes of each frame that a client reads."""
-    found: list[int] = []
+def told() -> Iterator[list[tuple[int, int]]]:
+    """The bytes of each frame that a client reads, and its number of chunks."""
+    found: list[tuple[int, int]] = []
     read = connection._read
 
     def noted(data: bytes) -> wire.Frame:
-        found.append(len(data))
-        return read(data)
+        frame = read(data)
+        found.append((len(data), len(frame.chunks)))
+        return frame
 
     with patch.object(connection, "_read", noted):
         yield found
@@ -70,7 +71,7 @@ def sizes() -> Iterator[list[int]]:
 )
 @pytest.mark.parametrize("streamed", [False, True])
 def test_large_result_comes_whole_in_short_frames(
-    options: dict[str, Any], streamed: bool, sizes: list[int]
+    options: dict[str, Any], streamed: bool, told: list[tuple[int, int]]
 ) -> None:
     prompts = [item(text_of(300), "a", **options), item(text_of(9), "b", max_tokens=5, seed=1)]
     n_sequences = options.get("best_of", options["n"]) + 1
@@ -82,10 +83,10 @@ def test_large_result_comes_whole_in_short_frames(
     ours, theirs = found
     is_equal = [*map(alone, theirs)] == [*map(alone, ours)]
     assert is_equal  # all that differs would be long
-    assert max(sizes) < 2 * N_FRAME_BYTES
+    assert max(size for size, _ in told) < 2 * N_FRAME_BYTES
 
 
-def test_long_chunk_comes_in_short_frames(sizes: list[int]) -> None:
+def test_long_chunk_comes_in_short_frames(told: list[tuple[int, int]]) -> None:
     echoed = item(text_of(800), "a", **{**MANY, "n": 1, "max_tokens": 3, "echo": True})
     with Engine(backend()) as here, engine_over(backend()) as there:
         ours, theirs = ([*e.run([echoed], streamed=True)] for e in (here, there))
@@ -97,7 +98,7 @@ def test_long_chunk_comes_in_short_frames(sizes: list[int]) -> None:
             t.top for t in result.logprobs or ()
         ]
         assert [c.finish_reason for c in chunks if c.finish_reason] == ["length"]
-    assert max(sizes) < 2 * N_FRAME_BYTES
+    assert max(size for size, _ in told) < 2 * N_FRAME_BYTES
 
 
 def test_results_of_one_request_share_its_options() -> None:
@@ -150,16 +151,8 @@ def test_echo_that_all_choices_begin_with_is_made_and_told_once() -> None:
 
 
 def test_choices_that_nobody_reads_as_they_come_are_told_by_the_result(
-    monkeypatch: pytest.MonkeyPatch,
+    told: list[tuple[int, int]],
 ) -> None:
-    read, n_chunks = connection._read, []
-
-    def noted(data: bytes) -> wire.Frame:
-        frame = read(data)
-        n_chunks.append(len(frame.chunks))
-        return frame
-
-    monkeypatch.setattr("cbatch.worker.connection._read", noted)
     asked = item(text_of(9), "a", **{**MANY, "max_tokens": 3, "echo": True})
     with Engine(backend()) as here, engine_over(backend()) as there:
         found = []
@@ -167,7 +160,7 @@ def test_choices_that_nobody_reads_as_they_come_are_told_by_the_result(
             response = engine.run([asked])
             all_results(response)
             found.append(sorted((c.index, c.text, c.token_ids) for c in response))
-    assert sum(n_chunks) == 0
+    assert sum(n_chunks for _, n_chunks in told) == 0
     assert found[0] == found[1]
     assert len(found[0]) == 4
 

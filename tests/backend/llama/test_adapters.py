@@ -256,27 +256,21 @@ def test_fingerprint_tells_which_name_has_which_adapter(
 def test_digest_is_of_the_file_that_was_loaded(
     model: LlamaModel, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: tmp_path / name for name in ("one", "two", "gone")}
+    paths = {name: tmp_path / name for name in ("one", "two")}
     for path in paths.values():
         path.write_bytes(files["one"].read_bytes())
-
-    def hashed(path: Path) -> str:
-        if path == paths["gone"]:
-            path.unlink()
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if path == paths["two"]:
-            path.write_bytes(b"another")
-        return found
-
-    monkeypatch.setattr("cbatch.backend.llama.adapters._digest", hashed)
     adapters = Adapters(model, paths)
-    paths["one"].write_bytes(b"another")
-    assert adapters.digest("one") == hashlib.sha256(files["one"].read_bytes()).hexdigest()
-    for name in ("two", "gone"):
-        with pytest.raises(OSError, match=f"'{name}' was replaced while it was loaded"):
-            adapters.digest(name)
+    for path in paths.values():
+        path.unlink()
+    expected = f"sha256:{hashlib.sha256(files['one'].read_bytes()).hexdigest()}"
+    assert [adapters.digest(name) for name in paths] == [expected] * 2
     with pytest.raises(ConfigError, match="'three'"):
         adapters.digest("three")
+    adapters.close()
+    monkeypatch.setattr("cbatch.backend.llama.adapters.is_unchanged", lambda _: False)
+    adapters = Adapters(model, files)
+    with pytest.raises(OSError, match="'two' was replaced while it was loaded"):
+        adapters.digest("two")
     adapters.close()
 
 
