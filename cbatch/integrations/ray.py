@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cbatch.backend.host_limits import available_cores
+from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
-from cbatch.errors import ConfigError, EngineError
+from cbatch.errors import ConfigError, EngineError, ModelLoadError
 from cbatch.files.frames import run_table
 from cbatch.files.input.row_prompts import Asking, RowPrompts
+from cbatch.files.settings import read_to_load
 from cbatch.integrations.ray_cluster import check_model, cpus_of_nodes, import_ray, settle_actors
 from cbatch.loading import load_async
 from cbatch.options import RunOptions, check_runs_through
@@ -37,19 +40,29 @@ half of the slots idle on a machine that others used."""
 class Answers:
     """Answers the rows of Arrow tables, for `Dataset.map_batches`. Several threads may call one at a time."""
 
-    def __init__(self, model: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, model: Any = None, *, marks: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
         """Load the model, in an actor with the cores that Ray assigned to it and its share of the node's memory.
 
         Args:
             model: as for `cbatch.load`, or an `EngineSpec`.
+            marks: what `marks_of` gave where the job began, so that no actor answers with other files.
             settings: of `cbatch.files.run_table` (`template`, `options`, `options_column`, `raise_errors`, …), and of
                 `cbatch.load`, by name.
 
         Raises:
-            ConfigError, ModelLoadError: see `cbatch.load`.
+            ConfigError, ModelLoadError: see `cbatch.load`; and a file of another digest.
         """
         self._rows, spec = _split(model, settings)
         self._engine = _placed(spec).load()
+        expected = marks or {}
+        for path, mark in marks_of(spec).items():
+            if expected.get(path, mark) != mark:
+                self._engine.close()
+                raise ModelLoadError(
+                    f"{path}: is not the file that the job began with: put that one back, or begin a new job"
+                )
 
     def __call__(self, table: Any) -> Any:
         """Return a `pyarrow.Table` with the columns of the answers, whose types do not depend on the rows.
@@ -112,7 +125,7 @@ def answer(
     return dataset.repartition(target_num_rows_per_block=size).map_batches(
         Answers,
         fn_constructor_args=(spec.changed(**{"n_sharing": n_sharing, **spec.settings}),),
-        fn_constructor_kwargs=rows,
+        fn_constructor_kwargs={**rows, "marks": marks_of(spec)},
         batch_size=size,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
@@ -191,6 +204,12 @@ def _split(model: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Eng
     if not isinstance(model, EngineSpec):
         return rows, EngineSpec(model, **rest)
     return rows, model.changed(**rest) if rest else model
+
+
+def marks_of(spec: EngineSpec) -> dict[str, str]:
+    """Return a digest of each file that is loaded, by path, as far as this machine has it."""
+    places = map(Path, read_to_load(spec.model, spec.settings))
+    return {str(p): file_digest(model_parts(str(p))) for p in places if p.is_file()}
 
 
 def _placed(spec: EngineSpec) -> EngineSpec:

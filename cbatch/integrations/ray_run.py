@@ -11,11 +11,10 @@ import time
 from bisect import bisect_left
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError, words_of
@@ -23,8 +22,8 @@ from cbatch.files.input.columnar import import_pyarrow, rows_of
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
 from cbatch.files.output.identity import mark_of_opened
-from cbatch.files.settings import FileOptions, read_to_load, split_settings
-from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
+from cbatch.files.settings import FileOptions, split_settings
+from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer, marks_of
 from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
 from cbatch.support.folders import lock
@@ -346,10 +345,7 @@ class _RayJob:
 
     def _marks_of_files(self) -> dict[str, str]:
         """Return a digest of each file that is loaded, if this machine has it, and of each file of the input."""
-        places = map(Path, read_to_load(self._spec.model, self._spec.settings))
-        marks = {
-            str(place): file_digest(model_parts(str(place))) for place in places if place.is_file()
-        }
+        marks = marks_of(self._spec)
         for files, path, _ in self._inputs():
             with files.open_input_file(path) as file:
                 marks[path] = mark_of_opened(file)

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pytest
 
 import cbatch
+from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.errors import ConfigError
+from cbatch.engine_spec import EngineSpec
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 from cbatch.files.frames import run_table
 from cbatch.integrations import ray as integration
 from cbatch.integrations.ray_cluster import why_never
@@ -88,6 +90,28 @@ def test_dead_engine_ends_the_process_of_its_actor(
     with pytest.raises(EndedError):
         answers(pa.table({"prompt": ["a", "b"]}))
     assert "broken" in capfd.readouterr().err
+
+
+@with_ray
+def test_actor_that_has_loaded_another_file_than_the_job_began_with_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, loaded = tmp_path / "model.gguf", list[Engine]()
+    path.write_bytes(b"GGUF" + bytes(200))
+    marks = integration.marks_of(EngineSpec(path))
+    path.write_bytes(b"GGUF" + bytes(199) + b"1")
+
+    def load(*_: object, **__: object) -> Engine:
+        loaded.append(Engine(FakeBackend()))
+        return loaded[-1]
+
+    monkeypatch.setattr("cbatch.engine_spec.load", load)
+    with pytest.raises(
+        ModelLoadError, match=r"model\.gguf: is not the file that the job began with"
+    ):
+        integration.Answers(path, marks=marks)
+    with pytest.raises(EngineClosedError):
+        loaded[0].submit("a")
 
 
 @pytest.mark.parametrize(
