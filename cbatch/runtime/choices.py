@@ -148,6 +148,8 @@ class Choices(Members):
         """How the first choice begins: the prompt's log-probabilities; None before its first chunk."""
         self._early: list[BatchOutputChunk] = []
         """Chunks of the others that came before it."""
+        self._unread: list[BatchOutputChunk] = []
+        """Chunks of choices that have ended, while nobody reads them as they come."""
 
     @property
     def is_streamed(self) -> bool:
@@ -166,8 +168,11 @@ class Choices(Members):
             passed = []
         elif self._options.echo and self._options.logprobs:
             passed = self._with_echo(passed)
+        passed, self._unread = [*self._unread, *passed], []
         if None in self._results:
-            if passed:
+            if not self.target.is_streamed:  # with the result a worker need not tell them
+                self._unread = passed
+            elif passed:
                 self.target.deliver(passed, [])
             return
         all_results = self._with_prompt([r for r in self._results if r is not None])

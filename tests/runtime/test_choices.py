@@ -480,6 +480,7 @@ def figures(tokens: Sequence[TokenLogprob]) -> list[Any]:
 @thread_only(Reason.BY_HAND)
 def test_choices_wait_for_the_scores_of_the_echo() -> None:
     box = Mailbox(1, Cancelled(), None)
+    box.is_streamed = True
     choices = Choices(box, 0, "x", RunOptions(n=2, echo=True, logprobs=True))
     first, second = choices.member_ids
     known, unknown = TokenLogprob(1, b"a", -1.0), TokenLogprob(1, b"a", math.nan)
