@@ -150,11 +150,15 @@ def test_echo_that_all_choices_begin_with_is_made_and_told_once() -> None:
         assert all([*map(id, other[:300])] == [*map(id, first[:300])] for other in others)
 
 
+@pytest.mark.parametrize("n_slots", [4, 1])  # with one they end one after the other
 def test_choices_that_nobody_reads_as_they_come_are_told_by_the_result(
-    told: list[tuple[int, int]],
+    n_slots: int, told: list[tuple[int, int]]
 ) -> None:
     asked = item(text_of(9), "a", **{**MANY, "max_tokens": 3, "echo": True})
-    with Engine(backend()) as here, engine_over(backend()) as there:
+    with (
+        Engine(FakeBackend(n_slots, 1024)) as here,
+        engine_over(FakeBackend(n_slots, 1024)) as there,
+    ):
         found = []
         for engine in (here, there):
             response = engine.run([asked])
