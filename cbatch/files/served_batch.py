@@ -301,6 +301,7 @@ class ServedBatch:
         ask: says what bodies ask.
         gate: says when an item may go to the engine.
         prefix: of the items' ids in the engine.
+        n_answer_mib: most mebibytes of memory of an answer.
         has_one_model: whether all lines name the same model.
         n_done: answers on disk.
         n_failed: errors on disk.
@@ -313,6 +314,7 @@ class ServedBatch:
     gate: RunGate
     prefix: str
     max_line_bytes: int
+    n_answer_mib: float
     has_one_model: bool = True
     n_done: int = 0
     n_failed: int = 0
@@ -338,7 +340,16 @@ class ServedBatch:
         with self._lines(self.ask, self._check_stop) as lines, self._journal() as journal:
             gate = OpenGate() if self.url in CALLS else self.gate  # texts need no slots
             engine = self._runner()
-            context = RunContext(journal, _ServedEncoder(), _digest, options, "", self.prefix, gate)
+            context = RunContext(
+                journal,
+                _ServedEncoder(),
+                _digest,
+                options,
+                "",
+                self.prefix,
+                gate,
+                self.n_answer_mib,
+            )
             self._work = work = Work(lines, context, engine, asked, self._stop)
 
             def note(item: Item, result: BatchResult | None) -> None:

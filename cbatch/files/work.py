@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.vector_calls import VectorPrompt
-from cbatch.errors import EngineError, RequestCancelledError, RequestError
+from cbatch.errors import ConfigError, EngineError, RequestCancelledError, RequestError
 from cbatch.files.input.item import ItemError, duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
 from cbatch.files.vector_work import VectorEngine
 from cbatch.files.window import Entry, ItemWindow, length, n_held
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
+from cbatch.runtime.output_size import size_of_result
 from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import RefusedPrompt
 
@@ -105,6 +106,9 @@ class RunContext:
     model: str  # its name, for records
     prefix: str = ""  # of the items' ids in the engine
     gate: RunGate = field(default_factory=OpenGate)
+    n_answer_mib: float = (
+        math.inf
+    )  # of memory; a larger one is an error, for a record is made whole
 
 
 @dataclass(eq=False, slots=True)
@@ -350,6 +354,12 @@ class Work:
             self.tally.prompt_tokens += result.usage.prompt_tokens
             self.tally.output_tokens += result.usage.completion_tokens
             self.tally.cached_tokens += result.usage.cached_tokens
+            if result.error is None and self._is_too_large(result):
+                message = (
+                    f"the answer takes more than {self._context.n_answer_mib:g} MiB of memory: ask for fewer choices, "
+                    "tokens or log-probabilities"
+                )
+                result = replace(result, error=ConfigError(message))
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
                 place = entry.item.place
@@ -376,6 +386,9 @@ class Work:
             return False
         own = RunOptions.of(entry.prompt.options).over(self._context.options).timeout_s
         return own is None or result.timings.total_s < own
+
+    def _is_too_large(self, result: BatchResult) -> bool:
+        return size_of_result(result, is_streamed=False) > self._context.n_answer_mib * 2**20
 
     def _add(self, item: Item, record: bytes, *, is_error: bool) -> None:
         self._context.ledger.add(item.number, record, is_error=is_error)

@@ -461,7 +461,10 @@ class InFlight:
         return self._loop.call(compare)
 
     def watch(self, target: BatchTarget) -> None:
-        """Deliver what paused requests have, after the current step; other deliveries look whether it `is_streamed`."""
+        """Deliver what paused requests and ended choices have, after the current step.
+
+        Other deliveries look whether it `is_streamed`.
+        """
 
         def deliver() -> None:
             members = [m for route in self._of(target) for m in _member_ids(route)]
@@ -469,6 +472,9 @@ class InFlight:
             self._loop.deliver(
                 [self._batcher.in_flight[m] for m in members if self._batcher.is_paused(m)]
             )
+            for route in self._of(target):
+                if isinstance(route.target, Members):
+                    route.target.deliver((), ())
 
         with suppress(EngineClosedError):
             self._loop.post(deliver)

@@ -241,7 +241,7 @@ class LocalRuntime:
             digests = [backend.fingerprint(((name, 1.0),)).get("adapters", "") for name in names]
         except (
             OSError
-        ):  # shared by an object that does not know its file, or replaced while it was loaded
+        ):  # of an object that does not know its file, or a file that changed amid its load
             said, digests = {"model": self._unknown_model}, ["unknown"] * len(names)
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {

@@ -223,12 +223,12 @@ def _echoed_logprobs(driver: SequenceDriver) -> Iterable[TokenLogprob]:
     def unknown(token: int) -> TokenLogprob:
         return TokenLogprob(token, driver.reply.text.piece(token), math.nan)
 
-    scored = _scored_prompt(driver)
+    scored = _scored_prompt(driver) if tokens else ()
     if scored is None:
         if not unscored:
             unscored += map(unknown, tokens)
         return unscored
-    both = zip_longest(tokens, scored if tokens else ())
+    both = zip_longest(tokens, scored)
     return (unknown(token) if found is None else _with_top(found, n_top) for token, found in both)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _N_RESULT_BYTES = 1500
 _N_CHUNK_BYTES = 300
 _N_TOKEN_BYTES = 36
-_N_LOGPROB_BYTES = 120
+_N_LOGPROB_BYTES = 170
 """Bytes of a result, a chunk, a token and a log-probability, with the objects in them. Measured, CPython 3.11."""
 
 

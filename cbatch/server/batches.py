@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 _log = Log("cbatch.server")
 
+_N_SHARES = 8
+"""Answers of lines that may be made at once in the memory of `max_answers_mib`. Our choice."""
+
 _N_UNFINISHED = 256
 """Most batches of an owner that have not ended: our choice."""
 
@@ -605,6 +608,7 @@ class Batches:
             gate,
             f"{batch.id}-",
             self._settings.body_limit.n_bytes,
+            self._settings.max_answers_mib / _N_SHARES,
             has_one_model=not batch.is_of_messages,
             n_done=batch.n_completed,
             n_failed=batch.n_failed,

@@ -552,8 +552,7 @@ def _is_whole(chunk: BatchOutputChunk, result: BatchResult | None) -> bool:
     """Whether a last chunk is all of its answer's text, so that a client can make it from the result."""
     if result is None:
         return False
-    answers = result.choices or (result,)
-    answer = answers[chunk.index] if chunk.index < len(answers) else result
+    answer = result.choices[chunk.index] if result.choices else result
     return chunk.text == answer.text and chunk.token_ids == answer.token_ids
 
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.errors import PromptTooLongError
+from cbatch.files.output.encoders import dump
 from cbatch.options import RunOptions
 from cbatch.response import DRAFT_COUNTS, TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
@@ -251,3 +252,4 @@ def test_wrong_line_becomes_a_line_with_place_and_reason(tmp_path: Path) -> None
 
 def test_half_a_surrogate_pair_in_an_answer_is_written_as_an_escape(tmp_path: Path) -> None:
     assert result_of(tmp_path, replace(ANSWER, text="\ud800ä"))["text"] == "\ud800ä"
+    assert json.loads(dump(["\ud800ä", nan])) == ["\ud800ä", None]

@@ -15,6 +15,7 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.core.plan import KvCapabilities
+from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
@@ -45,7 +46,6 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.engine import Engine
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
 
@@ -478,6 +478,35 @@ def figures(tokens: Sequence[TokenLogprob]) -> list[Any]:
 
 
 @thread_only(Reason.BY_HAND)
+@thread_only(Reason.BY_HAND)
+def test_choices_that_have_ended_are_told_to_a_reader_who_comes_later() -> None:
+    schedule = ScheduleOptions(policy="priority")
+    with Engine(FakeBackend(1, 64, 32), schedule=schedule, options=LONG, threaded=False) as engine:
+        choices = engine.run([BatchPrompt(prompt="a", options={"n": 2})])
+        other = engine.run([BatchPrompt(prompt="b", options={"priority": 1, "max_tokens": 40})])
+        for _ in range(LONG["max_tokens"] + 4):
+            engine.step()
+        assert choices.n_unread_chunks == 0
+        assert next(iter(choices)).index == 0
+        assert other.n_open == 1  # it has the slot for which the other choice waits
+        other.results()
+
+
+@thread_only(Reason.ONE_BACKEND)
+def test_choice_that_never_ran_has_no_echo() -> None:
+    asked = {"n": 3, "echo": True, "logprobs": 1, "max_tokens": 40}
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    with engine_on(backend, options=LONG) as engine:
+        response = engine.run([BatchPrompt(prompt="abc", options=asked)])
+        backend.wait_until_held()
+        backend.release_when_asked()
+        response.cancel()
+        [result] = response.results(return_errors=True)
+    *begun, last = result.choices
+    assert all(len(c.token_ids) == len(c.logprobs or ()) > 3 for c in begun)
+    assert (last.text, last.token_ids, last.logprobs) == ("", (), ())
+
+
 def test_choices_wait_for_the_scores_of_the_echo() -> None:
     box = Mailbox(1, Cancelled(), None)
     box.is_streamed = True

@@ -77,7 +77,7 @@ def test_stop_amid_blank_lines_ends_the_reading(
     refused = ServedReply(400, {})
 
     def run() -> tuple[str, int]:
-        served = ServedBatch(engine, places, CHAT, lambda _: refused, OpenGate(), "", 9999)
+        served = ServedBatch(engine, places, CHAT, lambda _: refused, OpenGate(), "", 9999, 1)
 
         def counted(file: InputFile) -> Iterator[Any]:
             nonlocal n_read

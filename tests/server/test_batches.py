@@ -68,6 +68,22 @@ def test_line_with_numbers_that_json_lacks_is_refused_alone(kept: Starlette) -> 
     assert found["1"]["body"]["error"]["code"] == "invalid_json"
 
 
+def test_answer_that_is_too_large_for_a_line_is_an_error_of_its_own(tmp_path: Path) -> None:
+    large: dict[str, Any] = {
+        "n": 4,
+        "max_tokens": 40,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "ignore_eos": True,
+    }
+    with kept_app(tmp_path, max_answers_mib=2) as app:
+        data = lines(line("large", messages=USER, **large), line("small", messages=USER, **SHORT))
+        batch = ended(app, begun(app, data))
+        found = {id: each["response"] for id, each in answers(app, batch).items()}
+    assert {id: each["status_code"] for id, each in found.items()} == {"large": 400, "small": 200}
+    assert "takes more than 0.25 MiB" in found["large"]["body"]["error"]["message"]
+
+
 def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:
     wrong = line("wrong", messages=USER, temperature=-1)
     streamed = line("streamed", messages=USER, stream=True)

@@ -26,7 +26,7 @@ MIB = 2**20
 LARGE: dict[str, Any] = {
     "messages": USER,
     "n": 8,
-    "max_tokens": 128,
+    "max_tokens": 90,
     "ignore_eos": True,
     "logprobs": True,
     "top_logprobs": 20,

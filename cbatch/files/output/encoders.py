@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,17 +27,19 @@ if TYPE_CHECKING:
 def dump(value: object) -> bytes:
     """Return a value as a line of JSON; a type that JSON lacks as text, NaN and infinities as null."""
     try:
-        text = _encode(value)
+        return _encode(value)
     except ValueError:
-        text = _encode(_finite(value))
+        value = _finite(value)
     try:
-        return f"{text}\n".encode()
+        return _encode(value)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
-        return f"{json.dumps(json.loads(text))}\n".encode()
+        return _encode(value, ensure_ascii=True)
 
 
-def _encode(value: object) -> str:
-    return "".join(pieces_of(value, default=str, ensure_ascii=False))
+def _encode(value: object, *, ensure_ascii: bool = False) -> bytes:
+    """Return a value as a line of JSON, of which there is no second copy meanwhile: it may be long."""
+    pieces = pieces_of(value, default=str, ensure_ascii=ensure_ascii)
+    return b"".join([*map(str.encode, pieces), b"\n"])
 
 
 def _finite(value: object) -> object:
