@@ -77,7 +77,9 @@ def test_answer_that_is_too_large_for_a_line_is_an_error_of_its_own(tmp_path: Pa
         "ignore_eos": True,
     }
     with kept_app(tmp_path, max_answers_mib=2) as app:
-        data = lines(line("large", messages=USER, **large), line("small", messages=USER, **SHORT))
+        data = lines(
+            line("large", messages=USER, **large), line("small", messages=USER, max_tokens=5)
+        )
         batch = ended(app, begun(app, data))
         found = {id: each["response"] for id, each in answers(app, batch).items()}
     assert {id: each["status_code"] for id, each in found.items()} == {"large": 400, "small": 200}
