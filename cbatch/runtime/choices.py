@@ -201,7 +201,8 @@ class Choices(Members):
             first = next((chunk for chunk in self._early if chunk.index == 0), None)
             if first is None:
                 return []
-            self._echoed, chunks, self._early = first.logprobs or (), self._early, []
+            others = [chunk for chunk in self._early if chunk is not first]
+            self._echoed, chunks, self._early = first.logprobs or (), [first, *others], []
         return [_scored_chunk(chunk, self._echoed) for chunk in chunks]
 
     def _n_echoed(self, result: BatchResult) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from dataclasses import replace
 from io import StringIO
 from itertools import chain
@@ -38,6 +39,9 @@ N_ANSWER_BYTES_MAX = 2**26
 
 N_EVENTS_MAX = 10_000
 """Records of steps, and lines of the log, that are kept for a reader: the newest ones. Our choice."""
+
+_N_ECHO = 16
+"""Tokens of a first chunk that count as an echo: fewer are told for each choice. Our choice."""
 
 _SOON_S = 0.01
 
@@ -77,7 +81,11 @@ class Outbox:
         self._sink, self._on_left, self._credit = sink, on_left, credit
         self._has_left = self._is_closed = False
         self._changed = threading.Condition()
-        self._chunks: dict[tuple[str, int], BatchOutputChunk | _Merged] = {}
+        self._chunks: OrderedDict[tuple[str, int], BatchOutputChunk | _Merged] = OrderedDict()
+        self._echoes: dict[str, Sequence[TokenLogprob]] = {}
+        """The log-probabilities of first chunks that are long, as those with an echo are, by request."""
+        self._cut_firsts: set[str] = set()
+        """Requests of whose first choice a part was written, and the rest waits."""
         self._waiting: dict[str, deque[Any]] = {
             kind: deque(maxlen=N_EVENTS_MAX if kind in ("steps", "logs") else None)
             for kind in _KINDS
@@ -95,7 +103,8 @@ class Outbox:
         """Take new output; what was given must not be changed afterwards."""
         with self._changed:
             waiting = self._chunks
-            for chunk in chunks:
+            for given in chunks:
+                chunk = self._without_echo(given) if self._takes_parts else given
                 key = chunk.id, chunk.index
                 held = waiting.get(key)
                 if held is None:
@@ -107,7 +116,20 @@ class Outbox:
             for result in results:
                 self._waiting["results"].append(result)
                 self._unwritten.add(result.id)
+                self._echoes.pop(result.id, None)
             self._changed.notify_all()
+
+    def _without_echo(self, chunk: BatchOutputChunk) -> BatchOutputChunk:
+        """Return a chunk; of a further choice without the log-probabilities that it has of the first one's echo."""
+        scores = chunk.logprobs or ()
+        if not chunk.index:
+            if len(scores) >= _N_ECHO:
+                self._echoes.setdefault(chunk.id, scores)
+            return chunk
+        echo = self._echoes.get(chunk.id, ())
+        n = min(len(echo), len(scores))
+        n = bisect_left(range(n), True, key=lambda i: scores[i] is not echo[i])
+        return replace(chunk, logprobs=scores[n:]) if n else chunk
 
     def put(self, kind: str, *values: object, may_pass: bool = False) -> None:
         """Add values of another kind; a reply that `may_pass` may come between the parts of a large result."""
@@ -238,11 +260,16 @@ class Outbox:
             if kind == "replies":
                 self._may_pass.popleft()
             return value
-        key = next(iter(self._chunks))
-        held = self._chunks.pop(key)
+        id, index = next(iter(self._chunks))
+        while index and id in self._cut_firsts:  # its echo has not been written yet
+            self._chunks.move_to_end((id, index))
+            id, index = next(iter(self._chunks))
+        held = self._chunks.pop((id, index))
         first, rest = _cut(held.chunk() if isinstance(held, _Merged) else held)
         if rest is not None:
-            self._chunks[key] = rest
+            self._chunks[id, index] = rest
+        if not index:
+            (self._cut_firsts.discard if rest is None else self._cut_firsts.add)(id)
         return first
 
     def _has_work(self) -> bool:
@@ -316,14 +343,15 @@ class _Merged:
 def _cut(chunk: BatchOutputChunk) -> tuple[BatchOutputChunk, BatchOutputChunk | None]:
     """Return what comes at once of a chunk, and the rest, if there is one: tokens alone, and the end."""
     scores, tokens = chunk.logprobs or (), chunk.token_ids
-    n = n_first_part(scores)
-    if n == len(scores) or len(scores) != len(tokens):
+    n, n_echoed = n_first_part(scores), len(tokens) - len(scores)
+    if n == len(scores) or n_echoed < 0:
         return chunk, None
+    end = n_echoed + n
     first = replace(
-        chunk, token_ids=tokens[:n], logprobs=scores[:n], finish_reason=None, error=None
+        chunk, token_ids=tokens[:end], logprobs=scores[:n], finish_reason=None, error=None
     )
     rest = replace(
-        chunk, text="", content="", reasoning="", token_ids=tokens[n:], logprobs=scores[n:]
+        chunk, text="", content="", reasoning="", token_ids=tokens[end:], logprobs=scores[n:]
     )
     return first, rest
 

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw, structs
@@ -110,6 +111,8 @@ class Asked:
     """Whether it was cancelled when its worker gave it back, or died."""
     heard: list[BatchOutputChunk] = field(default_factory=list)
     """What its reader has got."""
+    echo: tuple[TokenLogprob, ...] = ()
+    """The log-probabilities that the first choice begins with, as far as others needed them."""
     ended: set[int] = field(default_factory=set)
     """The choices of which it has got the last chunk."""
     request: Request | None = None
@@ -343,14 +346,28 @@ class Asked:
         return said
 
     def hear(self, chunk: BatchOutputChunk) -> list[BatchOutputChunk]:
-        """Keep a chunk that its worker has sent, and return it; nothing of one that comes after its choice's end."""
+        """Keep a chunk that its worker has sent, and return it; nothing of one that comes after its choice's end.
+
+        A further choice gets the log-probabilities of its echo here: the worker told those of the first one.
+        """
         if chunk.index in self.ended:
             return []
+        if chunk.index and chunk.logprobs is not None:
+            n_echoed = len(chunk.token_ids) - len(chunk.logprobs)
+            if n_echoed > 0:
+                object.__setattr__(chunk, "logprobs", (*self._echo(n_echoed), *chunk.logprobs))
         if chunk.finish_reason is not None:
             self.ended.add(chunk.index)
         self.has_begun = True
         self.heard.append(chunk)
         return [chunk]
+
+    def _echo(self, n: int) -> Sequence[TokenLogprob]:
+        """Return the first `n` log-probabilities of the first choice."""
+        if len(self.echo) < n:
+            scores = (chunk.logprobs or () for chunk in self.heard if not chunk.index)
+            self.echo = tuple(islice(chain.from_iterable(scores), n))
+        return self.echo[:n]
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]

@@ -93,7 +93,7 @@ def test_dead_engine_ends_the_process_of_its_actor(
 
 
 @with_ray
-def test_actor_that_has_loaded_another_file_than_the_job_began_with_is_none(
+def test_actor_that_has_loaded_another_file_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, loaded = tmp_path / "model.gguf", list[Engine]()

@@ -15,7 +15,6 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.core.plan import KvCapabilities
-from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
@@ -46,6 +45,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cbatch.engine import Engine
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
 
@@ -478,18 +478,15 @@ def figures(tokens: Sequence[TokenLogprob]) -> list[Any]:
 
 
 @thread_only(Reason.BY_HAND)
-@thread_only(Reason.BY_HAND)
 def test_choices_that_have_ended_are_told_to_a_reader_who_comes_later() -> None:
-    schedule = ScheduleOptions(policy="priority")
-    with Engine(FakeBackend(1, 64, 32), schedule=schedule, options=LONG, threaded=False) as engine:
-        choices = engine.run([BatchPrompt(prompt="a", options={"n": 2})])
-        other = engine.run([BatchPrompt(prompt="b", options={"priority": 1, "max_tokens": 40})])
-        for _ in range(LONG["max_tokens"] + 4):
-            engine.step()
-        assert choices.n_unread_chunks == 0
-        assert next(iter(choices)).index == 0
-        assert other.n_open == 1  # it has the slot for which the other choice waits
-        other.results()
+    box = Mailbox(1, Cancelled(), None)
+    choices = Choices(box, 0, "x", RunOptions(n=2))
+    first, _ = choices.member_ids
+    choices.deliver([BatchOutputChunk(first, "a", (1,), finish_reason="stop")], [])
+    assert box.n_unread_chunks == 0
+    box.is_streamed = True
+    choices.deliver((), ())
+    assert box.n_unread_chunks == 1
 
 
 @thread_only(Reason.ONE_BACKEND)
@@ -507,6 +504,7 @@ def test_choice_that_never_ran_has_no_echo() -> None:
     assert (last.text, last.token_ids, last.logprobs) == ("", (), ())
 
 
+@thread_only(Reason.BY_HAND)
 def test_choices_wait_for_the_scores_of_the_echo() -> None:
     box = Mailbox(1, Cancelled(), None)
     box.is_streamed = True
@@ -521,9 +519,9 @@ def test_choices_wait_for_the_scores_of_the_echo() -> None:
     choices.deliver([replace(late, id=first, token_ids=(1,), logprobs=(known,))], [])
     told = [box.take_chunk() for _ in range(box.n_unread_chunks)]
     assert [(c.index, c.logprobs) for c in told if c] == [
+        (0, (known,)),
         (1, (known, own)),
         (1, (own,)),
-        (0, (known,)),
     ]
 
 

@@ -150,6 +150,31 @@ def test_echo_that_all_choices_begin_with_is_made_and_told_once() -> None:
         assert all([*map(id, other[:300])] == [*map(id, first[:300])] for other in others)
 
 
+@pytest.mark.parametrize("n_prompt", [30, 700])  # the second is longer than a part
+def test_streamed_echo_of_choices_is_told_once(n_prompt: int, told: list[tuple[int, int]]) -> None:
+    asked = item(text_of(n_prompt), "a", **{**MANY, "max_tokens": 9, "echo": True})
+    found: list[dict[int, list[Any]]] = []
+    with Engine(backend()) as here, engine_over(backend()) as there:
+        for engine in (here, there):
+            choices: dict[int, list[Any]] = {}
+            response = engine.run([asked], streamed=True)
+            for chunk in response:
+                choices.setdefault(chunk.index, []).extend(chunk.logprobs or ())
+                assert len(chunk.logprobs or ()) == len(chunk.token_ids)
+            [result] = all_results(response)
+            assert [repr(choices[i]) for i in range(4)] == [
+                repr([*choice.logprobs]) for choice in result.choices if choice.logprobs
+            ]
+            found.append(choices)
+    assert repr(found[0]) == repr(found[1]) or sorted(found[0]) == sorted(found[1])
+    first, *others = [found[1][i] for i in range(4)]
+    assert all([*map(id, o[:n_prompt])] == [*map(id, first[:n_prompt])] for o in others)
+    n_scores = (
+        21 * (2 * n_prompt + 4 * 9) * 2
+    )  # of the echo, of the prompt, and as chunks and result
+    assert sum(size for size, _ in told) < 60 * n_scores
+
+
 @pytest.mark.parametrize("n_slots", [4, 1])  # with one they end one after the other
 def test_choices_that_nobody_reads_as_they_come_are_told_by_the_result(
     n_slots: int, told: list[tuple[int, int]]
