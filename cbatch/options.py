@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.option_checks import (
+    StopTokens,
+    TokenBiases,
     check_adapters,
     check_dry_breakers,
     check_format,
     check_logit_bias,
     check_processor,
     check_schema,
+    check_stop_tokens,
     check_stops,
     check_texts,
     schema_of,
@@ -34,7 +36,6 @@ from cbatch.support.checks import (
     check_seconds,
     check_text,
     checked,
-    different_token_ids,
     given_only,
     name_of,
     reading,
@@ -317,7 +318,7 @@ class RunOptions:
     max_completion_tokens: int | None = None
     strict_max_tokens: bool | None = checked(check_flag)
     stop: str | Sequence[str] | None = checked(check_stops)
-    stop_token_ids: Sequence[int] | None = checked(different_token_ids)
+    stop_token_ids: Sequence[int] | None = checked(check_stop_tokens)
     include_stop: bool | None = checked(check_flag)
     ignore_eos: bool | None = checked(check_flag)
     temperature: float | None = checked(check_float, 0.0, 1e4)
@@ -585,6 +586,10 @@ class RunOptions:
                 variables["tool_choice"] = template_choice(self.tool_choice)
         return variables
 
+    def stop_sets(self, own: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Return `stop_token_ids` as a set, and with the model's `own` end tokens."""
+        return (cast("StopTokens | None", self.stop_token_ids) or _NO_STOPS).sets(own)
+
     def sampling(
         self,
         defaults: Mapping[str, float],
@@ -599,10 +604,12 @@ class RunOptions:
             banned: tokens that are never sampled, whatever `logit_bias` has for them.
         """
         given = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
-        bias = {**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+        biases = cast("TokenBiases | None", self.logit_bias) or _NO_BIASES
         known: dict[str, Any] = {**defaults, **given, "seed": seed}
-        return Sampling(**known | {"logit_bias": tuple(sorted(bias.items()))})
+        return Sampling(**known | {"logit_bias": biases.pairs(banned)})
 
+
+_NO_BIASES, _NO_STOPS = TokenBiases(), StopTokens()
 
 _SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)
 """Options that are values of `Sampling` as they are."""

@@ -153,14 +153,14 @@ class SequenceMaker:
         vocab = self._backend.vocab
         seed = secrets.randbits(32) if options.seed is None else options.seed
         own = () if options.ignore_eos else vocab.end_tokens
-        asked_stops = frozenset(options.stop_token_ids or ())
+        asked_stops, stops = options.stop_sets(own)
         sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
         return Request(
             id,
             item,
             options,
             sampling,
-            asked_stops.union(own),
+            stops,
             deadline_s,
             options.adapters,
             options.n_logprobs,

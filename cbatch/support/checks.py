@@ -376,11 +376,6 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     return tokens
 
 
-def different_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a list, or an array, of token ids as a tuple in which each is once."""
-    return tuple(dict.fromkeys(token_ids(name, value)))
-
-
 def json_object(name: str, value: object) -> str:
     """Return a mapping, or the text of a JSON object, as `json_text` writes it."""
     if (text := text_of(value)) is not None:

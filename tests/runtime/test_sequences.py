@@ -62,3 +62,17 @@ def test_many_stop_tokens_are_a_set_wherever_a_token_is_looked_for() -> None:
     assert isinstance(found, frozenset)
     assert driver.binding(Slot(0)).stop_tokens is driver.reply.silent is found
     assert isinstance(driver.request.asked_stops, frozenset)
+
+
+def test_requests_of_one_call_share_their_biases_and_stops() -> None:
+    options = RunOptions(logit_bias={7: -1.0, 3: 2.0}, n=2, stop_token_ids=[1, 2])
+    maker = SequenceMaker(backend := FakeBackend(1), ScheduleOptions(), ChatFormat(backend.vocab))
+    found = [
+        driver.request
+        for text in ("a", "b")
+        for driver in maker.of_prompt(BatchPrompt(prompt=text), text, options, 0.0, math.inf)
+    ]
+    assert found[0].sampling.logit_bias == ((3, 2.0), (7, -1.0))
+    assert len({id(request.sampling.logit_bias) for request in found}) == 1
+    assert len({id(request.stop_tokens) for request in found}) == 1
+    assert len({id(request.asked_stops) for request in found}) == 1
