@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, quote
 
+import msgspec
 from msgspec import Meta, Struct
 
 from cbatch.server.batch_index import BATCH, Kind, StoredBatch, StoredFile
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from cbatch.server.exchange import Exchange
 
 T = TypeVar("T")
+Row = TypeVar("Row", StoredBatch, StoredFile)
 
 _N_FORM = 2**16
 """Bytes of an upload beside its file."""
@@ -47,6 +49,9 @@ _N_PART = 2**18
 _N_FILES, _N_BATCHES = 10_000, 100
 """Most files and batches of a list. Source: OpenAI's API reference."""
 _N_BATCHES_USUAL = 20
+
+_N_ROW = 1000
+"""Bytes in memory of a row of the index, about, beside its texts."""
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])", re.ASCII)
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -131,7 +136,8 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
     """List files."""
     asked = Query(exchange)
     order, purpose = asked.choice("order", ("asc", "desc")), asked.text("purpose")
-    found, has_more = await desk.on_disk(
+    found, has_more, n_bytes = await desk.on_disk(
+        page_of,
         batches_of(desk).store.files,
         exchange.owner,
         asked.text("after"),
@@ -140,7 +146,7 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
         purpose=purpose,
     )
     told = listed(StoredFile.as_json, found, has_more=has_more)
-    await exchange.respond_long({"object": "list", **told})
+    await desk.respond_held(exchange, {"object": "list", **told}, n_bytes)
 
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
@@ -236,6 +242,14 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     await exchange.respond_json(batch.as_json(), headers=ignored_header(ignored))
 
 
+def page_of(
+    read: Callable[..., tuple[Sequence[Row], bool]], *given: Any, **named: Any
+) -> tuple[Sequence[Row], bool, int]:
+    """Return rows of the index as `read` does, and about their bytes in memory, which count until a client has them."""
+    found, has_more = read(*given, **named)
+    return found, has_more, _N_ROW * len(found) + 2 * len(msgspec.json.encode(found))
+
+
 def _endpoint(said: Any) -> str:
     if not isinstance(said, str) or said not in ENDPOINTS:
         served = ", ".join(ENDPOINTS)
@@ -261,11 +275,11 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     """List batches, the newest first."""
     asked = Query(exchange)
     limit = asked.limit(_N_BATCHES_USUAL, _N_BATCHES)
-    found, has_more = await desk.on_disk(
-        batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
+    found, has_more, n_bytes = await desk.on_disk(
+        page_of, batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
     )
     told = listed(StoredBatch.as_json, found, has_more=has_more)
-    await exchange.respond_long({"object": "list", **told})
+    await desk.respond_held(exchange, {"object": "list", **told}, n_bytes)
 
 
 async def tell_batch(

@@ -18,6 +18,7 @@ from cbatch.server.batch_endpoints import (
     id_in,
     listed,
     new_batch_body,
+    page_of,
     tell_batch,
 )
 from cbatch.server.batch_index import MESSAGES, Kind, StoredBatch
@@ -116,10 +117,10 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     if after is not None and before is not None:
         raise bad_request("give after_id or before_id, not both", "before_id")
     batches = batches_of(desk)
-    found, has_more = await desk.on_disk(
-        batches.newest, exchange.owner, Page(limit, after, before), _KIND
+    found, has_more, n_bytes = await desk.on_disk(
+        page_of, batches.newest, exchange.owner, Page(limit, after, before), _KIND
     )
-    await exchange.respond_long(listed(_as_json, found, has_more=has_more))
+    await desk.respond_held(exchange, listed(_as_json, found, has_more=has_more), n_bytes)
 
 
 async def delete_batch(desk: Desk, exchange: Exchange) -> None:

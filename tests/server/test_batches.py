@@ -17,6 +17,7 @@ from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import BatchLane
+from cbatch.server.desk import Desk
 from cbatch.worker.pool import N_FAILED_MAX
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from cbatch.server.batch_index import StoredBatch
+    from cbatch.server.exchange import Exchange
 
 RESPONSES = "/v1/responses"
 
@@ -66,6 +68,24 @@ def test_line_with_numbers_that_json_lacks_is_refused_alone(kept: Starlette) -> 
     found = {id: each["response"] for id, each in answers(kept, batch).items()}
     assert {id: found[id]["status_code"] for id in found} == {"a": 200, "1": 400, "2": 400}
     assert found["1"]["body"]["error"]["code"] == "invalid_json"
+
+
+def test_lists_count_as_held_until_they_are_read(
+    kept: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(kept, begun(kept, many(3)))
+    respond, counted = Desk.respond_held, list[int]()
+
+    async def noted(self: Desk, exchange: Exchange, value: object, n_bytes: int) -> None:
+        counted.append(n_bytes)
+        await respond(self, exchange, value, n_bytes)
+
+    monkeypatch.setattr("cbatch.server.desk.Desk.respond_held", noted)
+    for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+        answer = call(kept, path)
+        assert answer.status_code == 200
+        assert (counted.pop() > len(answer.content)) == (len(answer.json()["data"]) > 0)
+    assert not counted
 
 
 def test_answer_that_is_too_large_for_a_line_is_an_error_of_its_own(tmp_path: Path) -> None:
