@@ -167,15 +167,15 @@ async def file_content(desk: Desk, exchange: Exchange) -> None:
     """Send what a file holds."""
     store = batches_of(desk).store
     file = await desk.on_disk(store.file, id_in(exchange), exchange.owner)
-    async with desk.opened(store.opened, file) as content:
-        headers = {
-            "content-length": str(file.bytes),
-            "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",
-        }
-        await exchange.begin(200, headers, media_type="application/octet-stream")
-        while part := await desk.on_disk(content.read, _N_PART):
-            await exchange.put(part)
-        await exchange.finish()
+    content = await desk.on_disk(store.content_of, file)
+    headers = {
+        "content-length": str(file.bytes),
+        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",
+    }
+    await exchange.begin(200, headers, media_type="application/octet-stream")
+    while part := await desk.on_disk(content.read, _N_PART):
+        await exchange.put(part)
+    await exchange.finish()
 
 
 # ---- batches ----

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -181,8 +182,12 @@ class BatchStore:
         """Return the place of a file's content."""
         return self._folder.content / file.id
 
-    def opened(self, file: StoredFile) -> BinaryIO:
-        """Open a file's content. Raises a `HttpProblemError` if the file or the folder was removed meanwhile."""
+    def content_of(self, file: StoredFile) -> StoredContent:
+        """Return a file's content. Raises a `HttpProblemError` if the file or the folder was removed meanwhile."""
+        self._opened(file).close()
+        return StoredContent(partial(self._opened, file))
+
+    def _opened(self, file: StoredFile) -> BinaryIO:
         with disk_problems():
             try:
                 return open(self.path_of(file), "rb", opener=_regular)
@@ -488,13 +493,39 @@ class BatchStore:
         return row
 
 
+class StoredContent:
+    """Reads a stored file in parts; between them it is not open, for clients may read slowly, or nothing for long."""
+
+    def __init__(self, open_: Callable[[], BinaryIO]) -> None:
+        """Begin at the file's start; `open_` opens it, or raises a `HttpProblemError` where it was removed."""
+        self._open, self._place = open_, 0
+
+    def read(self, n_bytes: int) -> bytes:
+        """Return the next bytes; none at the end."""
+        with self._at_place() as file:
+            return file.read(n_bytes)
+
+    def readlines(self, n_bytes: int) -> list[bytes]:
+        """Return the next lines, of about so many bytes; none at the end."""
+        with self._at_place() as file:
+            return file.readlines(n_bytes)
+
+    @contextmanager
+    def _at_place(self) -> Iterator[BinaryIO]:
+        with self._open() as file:
+            file.seek(self._place)
+            yield file
+            self._place = file.tell()
+
+
 class Arriving:
-    """A file being written, under a name that marks it as incomplete."""
+    """A file being written, under a name that marks it as incomplete; between its parts it is not open."""
 
     def __init__(self, store: BatchStore, path: Path) -> None:
         self._store, self._whole = store, path
         self._path = path.with_name(f"{path.name}.part")
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with self._opened(os.O_CREAT | os.O_EXCL):
+            pass
         self.n_bytes = 0
         self._is_kept = False
 
@@ -502,15 +533,23 @@ class Arriving:
         """Write more of it. Raises a `HttpProblemError` where there is no room."""
         self._store.reserve(len(data))
         self.n_bytes += len(data)
-        with disk_problems():
+        with disk_problems(), self._opened() as fd:
             left = memoryview(data)
             while left:
-                left = left[os.write(self._fd, left) :]
+                left = left[os.write(fd, left) :]
+
+    @contextmanager
+    def _opened(self, flags: int = 0) -> Iterator[int]:
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def keep(self, name: str, purpose: str, seconds: int | None, owner: str) -> StoredFile:
         """Enter the file, which is whole."""
         with disk_problems():
-            os.fsync(self._fd)
+            self._sync()
             with self._store.staying_open():
                 self._path = self._path.rename(self._whole)
                 sync_folder(self._path.parent)
@@ -522,12 +561,15 @@ class Arriving:
     def written(self) -> Path:
         """Return the place of what was written, which is on disk; it is removed at the end."""
         with disk_problems(), self._store.staying_open():
-            os.fsync(self._fd)
+            self._sync()
         return self._path
+
+    def _sync(self) -> None:
+        with self._opened() as fd:
+            os.fsync(fd)
 
     def close(self) -> None:
         """Remove the file unless it is kept."""
-        os.close(self._fd)
         self._store.release(self.n_bytes)
         if not self._is_kept:
             self._path.unlink(missing_ok=True)

@@ -6,9 +6,8 @@ Source: Anthropic's API reference, message batches.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -22,7 +21,7 @@ from cbatch.server.batch_endpoints import (
     tell_batch,
 )
 from cbatch.server.batch_index import MESSAGES, Kind, StoredBatch
-from cbatch.server.batch_store import Page, disk_problems
+from cbatch.server.batch_store import Page, StoredContent, disk_problems
 from cbatch.server.batches import Batches
 from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
@@ -31,7 +30,7 @@ from cbatch.server.small_endpoints import rfc3339
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.server.desk import Desk
     from cbatch.server.server_settings import SizeLimit
@@ -172,31 +171,30 @@ async def batch_results(desk: Desk, exchange: Exchange) -> None:
     batch = await desk.on_disk(batches.get, id_in(exchange), exchange.owner, _KIND)
     if not batch.has_ended:
         raise HttpProblemError(404, "the batch has not ended: it has no results yet", None, "id")
-    async with desk.opened(_opened, batches, batch) as files:
-        await exchange.begin(200, {}, media_type="application/x-jsonl")
-        for file in files:
-            while part := await desk.on_disk(_results_in, file):
-                await exchange.put(part)
-        await exchange.finish()
+    files = await desk.on_disk(_contents, batches, batch)
+    await exchange.begin(200, {}, media_type="application/x-jsonl")
+    for file in files:
+        while part := await desk.on_disk(_results_in, file):
+            await exchange.put(part)
+    await exchange.finish()
 
 
-@contextmanager
-def _opened(batches: Batches, batch: StoredBatch) -> Iterator[list[BinaryIO]]:
-    """Open the files of a batch's answers and errors for the block."""
-    store, found = batches.store, list[BinaryIO]()
-    with ExitStack() as opened:
-        for id in filter(None, (batch.output_file_id, batch.error_file_id)):
-            try:
-                file = store.opened(store.file(id, batch.kept_owner))
-            except HttpProblemError as problem:
-                if problem.status != 404:
-                    raise
-                raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
-            found.append(opened.enter_context(file))
-        yield found
+def _contents(batches: Batches, batch: StoredBatch) -> list[StoredContent]:
+    """Return the contents of a batch's answers and errors."""
+    store = batches.store
+
+    def content_of(id: str) -> StoredContent:
+        try:
+            return store.content_of(store.file(id, batch.kept_owner))
+        except HttpProblemError as problem:
+            if problem.status != 404:
+                raise
+            raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
+
+    return [*map(content_of, filter(None, (batch.output_file_id, batch.error_file_id)))]
 
 
-def _results_in(file: BinaryIO) -> bytes:
+def _results_in(file: StoredContent) -> bytes:
     """Return the next results of a file; nothing at its end."""
     return b"".join(dumps(_result(json.loads(line))) + b"\n" for line in file.readlines(_N_PART))
 

@@ -86,6 +86,28 @@ def test_pipe_in_place_of_a_file_is_not_waited_for(kept: Starlette, tmp_path: Pa
     error_of(call(kept, f"/v1/files/{id}/content"), 404)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system lists no descriptors")
+def test_transfer_that_rests_has_no_descriptor(kept: Starlette) -> None:
+    data = b"".join(b"%d\n" % i for i in range(1000))
+    store: BatchStore = kept.state.desk.batches.store
+
+    def opened() -> set[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return {os.readlink(link) for link in links if os.path.exists(link)}
+
+    before = opened()
+    with store.arriving() as arriving:
+        for i in range(0, len(data), 500):
+            arriving.write(data[i : i + 500])
+            assert opened() == before
+        content = store.content_of(arriving.keep("a", "batch", None, ""))
+    parts = [content.read(700), *content.readlines(700)]
+    assert opened() == before
+    while part := content.read(10**6):
+        parts.append(part)
+    assert b"".join(parts) == data
+
+
 def test_upload_is_never_whole_in_memory(tmp_path: Path) -> None:
     n, size = 60, 2**20
 
