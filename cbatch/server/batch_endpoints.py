@@ -43,7 +43,7 @@ Row = TypeVar("Row", StoredBatch, StoredFile)
 _N_FORM = 2**16
 """Bytes of an upload beside its file."""
 
-_N_PART = 2**18
+_N_PART = 2**16
 """Bytes of a file that are sent at once."""
 
 _N_FILES, _N_BATCHES = 10_000, 100

@@ -43,7 +43,7 @@ _N_LISTED_USUAL, _N_LISTED = 20, 1000
 
 _ID = Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z", description="1 … 64 letters, digits, - or _")
 
-_N_PART = 2**18
+_N_PART = 2**16
 """Bytes of results, about, that are read and sent at once."""
 
 _NEVER_RAN = {"expired": "expired", "cancelled": "canceled"}
