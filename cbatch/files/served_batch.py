@@ -340,16 +340,8 @@ class ServedBatch:
         with self._lines(self.ask, self._check_stop) as lines, self._journal() as journal:
             gate = OpenGate() if self.url in CALLS else self.gate  # texts need no slots
             engine = self._runner()
-            context = RunContext(
-                journal,
-                _ServedEncoder(),
-                _digest,
-                options,
-                "",
-                self.prefix,
-                gate,
-                self.n_answer_mib,
-            )
+            encoder, n_mib = _ServedEncoder(), self.n_answer_mib
+            context = RunContext(journal, encoder, _digest, options, "", self.prefix, gate, n_mib)
             self._work = work = Work(lines, context, engine, asked, self._stop)
 
             def note(item: Item, result: BatchResult | None) -> None:

@@ -106,9 +106,7 @@ class RunContext:
     model: str  # its name, for records
     prefix: str = ""  # of the items' ids in the engine
     gate: RunGate = field(default_factory=OpenGate)
-    n_answer_mib: float = (
-        math.inf
-    )  # of memory; a larger one is an error, for a record is made whole
+    n_answer_mib: float = math.inf  # of memory: a record is made whole
 
 
 @dataclass(eq=False, slots=True)
