@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -86,8 +86,8 @@ class SharedEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._lent: deque[tuple[_Loan, Engine]] = deque()
-        """The oldest first: of two engines, that is one that has ended."""
+        self._lent: defaultdict[int, deque[tuple[_Loan, Engine]]] = defaultdict(deque)
+        """By process, the oldest first: of two engines, that is one that has ended."""
 
     def __enter__(self) -> Engine:
         loans = _loans(os.getpid())
@@ -97,13 +97,15 @@ class SharedEngine:
         except BaseException:
             loans.leave(self._spec, loan)
             raise
-        self._lent.append((loan, engine))
+        self._lent[os.getpid()].append((loan, engine))
         return engine
 
     def __exit__(self, *error: object) -> None:
-        loan, engine = self._lent.popleft()
-        loan.give_back(engine)
-        _loans(os.getpid()).leave(self._spec, loan)
+        pid = os.getpid()
+        if lent := self._lent[pid]:  # else a fork leaves its parent's block
+            loan, engine = lent.popleft()
+            loan.give_back(engine)
+            _loans(pid).leave(self._spec, loan)
 
     async def __aenter__(self) -> Engine:
         lent: list[Engine] = []
@@ -136,7 +138,7 @@ class _Loans:
     def leave(self, spec: EngineSpec, loan: _Loan) -> None:
         with self._lock:
             loan.n_here -= 1
-            if not loan.n_here and self._loans.get(spec) is loan:  # not so in a fork
+            if not loan.n_here:
                 del self._loans[spec]
 
 
@@ -146,7 +148,6 @@ class _Loan:
     def __init__(self) -> None:
         # held briefly: a finalizer may give an engine back in any thread, also in one that a load waits for
         self._changed = threading.Condition(threading.RLock())
-        self._pid = os.getpid()
         self._engine: Engine | None = None
         self._n_users = 0
         self._is_busy = False
@@ -172,8 +173,6 @@ class _Loan:
         return engine
 
     def give_back(self, engine: Engine) -> None:
-        if os.getpid() != self._pid:  # a fork: threads of its parent may have had the lock
-            return
         with self._changed:
             is_lent = engine is self._engine  # else it has failed
             self._n_users -= is_lent

@@ -250,6 +250,10 @@ def test_fork_that_leaves_the_block_leaves_the_engine_to_its_parent(
         lent.__enter__()
         with monkeypatch.context() as patched:
             patched.setattr("cbatch.engine_spec.os.getpid", lambda: -1)
+            with lent as own:
+                assert own is not engine
+            with pytest.raises(cbatch.EngineClosedError):
+                own.submit("Hi")
             lent.__exit__(None, None, None)
     assert engine.submit("Hi").result().usage.completion_tokens == 3
     engine.close()
