@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING
@@ -131,44 +131,18 @@ def check_dry_breakers(name: str, value: object) -> tuple[str, ...]:
     return strings
 
 
-class TokenBiases(dict[int, float]):
-    """Biases by token id; never changed. Requests with the same options share what is made of them."""
-
-    _pairs: tuple[Sequence[int], tuple[tuple[int, float], ...]] | None = None
-
-    def pairs(self, banned: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """Return ids and biases in order, with −∞ for banned tokens."""
-        if self._pairs is None or self._pairs[0] != banned:
-            both = {**self, **dict.fromkeys(banned, -math.inf)}
-            self._pairs = banned, tuple(sorted(both.items()))
-        return self._pairs[1]
-
-
-class StopTokens(tuple[int, ...]):
-    """Token ids, each once. Requests with the same options share the sets of them."""
-
-    _sets: tuple[Sequence[int], frozenset[int], frozenset[int]] | None = None
-
-    def sets(self, own: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Return these tokens, and these with the model's own."""
-        if self._sets is None or self._sets[0] != own:
-            these = frozenset(self)
-            self._sets = own, these, these.union(own)
-        return self._sets[1:]
-
-
-def check_stop_tokens(name: str, value: object) -> StopTokens:
+def check_stop_tokens(name: str, value: object) -> tuple[int, ...]:
     """Return token ids, each once."""
-    return StopTokens(dict.fromkeys(token_ids(name, value)))
+    return tuple(dict.fromkeys(token_ids(name, value)))
 
 
-def check_logit_bias(name: str, value: object) -> TokenBiases:
+def check_logit_bias(name: str, value: object) -> dict[int, float]:
     """Return biases by token id; ids may be strings, as JSON has them."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a mapping of token ids to numbers, not {shown(value)}")
     if len(value) > MAX_BIASES:
         raise ConfigError(f"{name} has {len(value)} tokens; at most {MAX_BIASES} are allowed")
-    biases = TokenBiases()
+    biases: dict[int, float] = {}
     for key, bias in value.items():
         token = _token(name, key)
         if token in biases:

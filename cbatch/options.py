@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.option_checks import (
-    StopTokens,
-    TokenBiases,
     check_adapters,
     check_dry_breakers,
     check_format,
@@ -375,6 +374,8 @@ class RunOptions:
     choice: Sequence[str] | None = checked(check_texts)
     choice_probs: bool | None = checked(check_flag)
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
+    _stop_sets: ClassVar[tuple[Sequence[int], frozenset[int], frozenset[int]] | None] = None
+    _sorted: ClassVar[tuple[Sequence[int], tuple[tuple[int, float], ...]] | None] = None
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
 
@@ -587,8 +588,13 @@ class RunOptions:
         return variables
 
     def stop_sets(self, own: Sequence[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Return `stop_token_ids` as a set, and with the model's `own` end tokens."""
-        return (cast("StopTokens | None", self.stop_token_ids) or _NO_STOPS).sets(own)
+        """Return `stop_token_ids` as a set, and with the model's `own` end tokens; the same ones each time."""
+        made = self._stop_sets
+        if made is None or made[0] != own:
+            asked = frozenset(self.stop_token_ids or ())
+            made = own, asked, asked.union(own)
+            object.__setattr__(self, "_stop_sets", made)
+        return made[1:]
 
     def sampling(
         self,
@@ -604,12 +610,18 @@ class RunOptions:
             banned: tokens that are never sampled, whatever `logit_bias` has for them.
         """
         given = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
-        biases = cast("TokenBiases | None", self.logit_bias) or _NO_BIASES
         known: dict[str, Any] = {**defaults, **given, "seed": seed}
-        return Sampling(**known | {"logit_bias": biases.pairs(banned)})
+        return Sampling(**known | {"logit_bias": self._biases(banned)})
 
+    def _biases(self, banned: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """Return all biases in order; the same tuple each time, for requests with the same options share it."""
+        made = self._sorted
+        if made is None or made[0] != banned:
+            biases = {**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+            made = banned, tuple(sorted(biases.items()))
+            object.__setattr__(self, "_sorted", made)
+        return made[1]
 
-_NO_BIASES, _NO_STOPS = TokenBiases(), StopTokens()
 
 _SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)
 """Options that are values of `Sampling` as they are."""

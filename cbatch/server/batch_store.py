@@ -540,7 +540,11 @@ class Arriving:
 
     @contextmanager
     def _opened(self, flags: int = 0) -> Iterator[int]:
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+        except FileNotFoundError:
+            with self._store.staying_open():  # which tells it if the folder was closed
+                raise
         try:
             yield fd
         finally:
