@@ -33,6 +33,7 @@ from cbatch.files.output.opening import OutputSpec
 from cbatch.files.settings import FileOptions
 from cbatch.files.vector_work import VectorEngine
 from cbatch.files.work import OpenGate, RunContext, Work
+from cbatch.support.checks import json_weight, n_values_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -212,7 +213,10 @@ class _ServedReader(OpenAIReader):
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
         self._asked = None
         item = super()._item(number, place, line)
-        return item if self._asked is None else replace(item, extra=self._asked)
+        if self._asked is None:
+            return item
+        weight = json_weight(len(line), n_values_in(line)) if isinstance(line, bytes) else 0
+        return replace(item, extra=self._asked, weight=weight)
 
     def _prompt(self, call: RequestEcho, body: dict[str, Any]) -> BatchPrompt:
         if call.model:

@@ -132,7 +132,7 @@ def n_held(item: Item) -> int:
     """Return about the characters and bytes of an item: of its prompt, with pictures and sounds, and of its row."""
     prompt = item.prompt
     asked = prompt and (prompt.messages or prompt.prompt or prompt.tokens)
-    return _size(asked) + _size(item.extra)
+    return max(_size(asked) + _size(item.extra), item.weight)
 
 
 def _size(value: object) -> int:

@@ -14,7 +14,14 @@ import anyio
 from anyio.lowlevel import RunVar
 
 from cbatch.server.http_errors import DROP, HttpProblemError, bad_request, told, too_large
-from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
+from cbatch.support.checks import (
+    MAX_DEPTH,
+    is_text_too_deep,
+    json_weight,
+    n_values_in,
+    read_json,
+    why_unread,
+)
 from cbatch.support.garbage import uncollected
 from cbatch.support.lazy_json import listed, pieces_of
 
@@ -141,14 +148,16 @@ class Exchange:
     async def _body(self, limit: SizeLimit, seconds: float) -> list[bytes]:
         """Return the parts of a body that is held as a whole. Raises as `parts`, and where others have its room."""
         found: list[bytes] = []
-        n_bytes = 0
+        n_bytes = n_values = 0
         with anyio.move_on_after(seconds):
             if self.held is not None and self._n_told > _N_SMALL:
                 self.held.expect(self._n_told)
             async for part in self.parts(limit, seconds):
                 n_bytes += len(part)
-                if self.held is not None and n_bytes > _N_SMALL:
-                    self.held.grow(n_bytes)
+                n_values += n_values_in(part)
+                weight = json_weight(n_bytes, n_values)
+                if self.held is not None and weight > _N_SMALL:
+                    self.held.grow(weight)
                 found.append(part)
             return found
         raise _too_slow()

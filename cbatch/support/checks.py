@@ -46,6 +46,9 @@ MAX_GRAMMAR_LENGTH = 2**20
 MAX_DEPTH = 128
 """Nesting of lists and objects: our choice, far above any schema and far below Python's recursion limit."""
 
+_N_VALUE = 20
+"""Bytes of text as which a value counts: an empty object takes 83 bytes, a call some four times its body."""
+
 MAX_VALUES = 2_000_000
 """Values of a JSON text: our choice, twice the ids in a prompt of a million tokens. No other thread runs while Python
 makes them, for about 0.3 s.
@@ -164,6 +167,16 @@ def _check_n_values(text: str) -> bool:
         if outside_strings.count(b":") > MAX_NAMES and (n_names := _n_names(text)) > MAX_NAMES:
             raise TooManyValuesError(n_names, "different names", MAX_NAMES)
     return n_values > _N_FEW
+
+
+def n_values_in(text: bytes) -> int:
+    """Return about how many values JSON text has, or more."""
+    return _n_marked(text, b",", b"[", b"{")
+
+
+def json_weight(n_bytes: int, n_values: int) -> int:
+    """Return the length of JSON text of few values that takes as much memory as one with so many, once decoded."""
+    return max(n_bytes, _N_VALUE * min(n_values, MAX_VALUES))
 
 
 def json_reader(decoder: json.JSONDecoder) -> Callable[[str], Any]:

@@ -120,6 +120,7 @@ def test_picture_is_held_but_is_no_text() -> None:
     assert beginning(prompt) == "What is it?"
     assert length(prompt, RunOptions()) == len("What is it?")
     assert 1000 < n_held(Item(1, "", "1", prompt)) < 1200
+    assert n_held(Item(1, "", "1", prompt, weight=5000)) == 5000
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def held(app: Starlette) -> int:
     return found
 
 
+def test_body_of_many_values_counts_for_the_memory_that_they_take() -> None:
+    async def main(app: Starlette) -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            for value, status in (("x" * 200 * KIB, 200), ([{}] * 60_000, 429)):
+                asked = {**SMALL, "metadata": {"x": value}}
+                answer = await client.post(CHAT, json=asked)
+                assert (answer.status_code == 429) == (status == 429), answer.text
+
+    with fake_app(max_body_mib=1, max_bodies_mib=1) as app:
+        anyio.run(main, app)
+
+
 def test_large_bodies_are_refused_while_others_have_the_room() -> None:
     async def main(app: Starlette) -> list[int]:
         transport = httpx.ASGITransport(app)

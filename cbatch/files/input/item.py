@@ -53,6 +53,7 @@ class Item:
         error: why the item cannot run.
         extra: what the encoder of the format needs for the answer: OpenAI's url and model, a table's row.
         is_labelled: whether the user gave `id`.
+        weight: of the line that it was read from, as `json_weight`, where what was read of it is kept.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Item:
     error: ItemError | None = None
     extra: object = None
     is_labelled: bool = False
+    weight: int = 0
 
 
 class InputLineError(Exception):
