@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.media import shown_messages
 from cbatch.server.http_errors import HttpProblemError, bad_request
+from cbatch.support.checks import N_VALUE
 
 if TYPE_CHECKING:
     from cbatch.chat.vector_calls import VectorCall
@@ -107,14 +108,16 @@ def _too_large(words: str, n_window: int, param: str) -> HttpProblemError:
 
 
 def _n_characters(value: object) -> int:
-    """Return the characters of all texts in a value, names included; an empty text counts as one."""
+    """Return the characters of all texts in a value, names included; other values count N_VALUE, an empty text 1."""
     n = 0
     left = [value]
     while left:
         item = left.pop()
         if isinstance(item, str):
             n += max(1, len(item))
-        elif isinstance(item, Mapping):
+            continue
+        n += N_VALUE
+        if isinstance(item, Mapping):
             left.extend(item)
             left.extend(item.values())
         elif isinstance(item, list | tuple):

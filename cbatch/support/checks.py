@@ -46,7 +46,7 @@ MAX_GRAMMAR_LENGTH = 2**20
 MAX_DEPTH = 128
 """Nesting of lists and objects: our choice, far above any schema and far below Python's recursion limit."""
 
-_N_VALUE = 20
+N_VALUE = 20
 """Bytes of text as which a value counts: an empty object takes 83 bytes, a call some four times its body."""
 
 MAX_VALUES = 2_000_000
@@ -176,7 +176,7 @@ def n_values_in(text: bytes) -> int:
 
 def json_weight(n_bytes: int, n_values: int) -> int:
     """Return the length of JSON text of few values that takes as much memory as one with so many, once decoded."""
-    return max(n_bytes, _N_VALUE * min(n_values, MAX_VALUES))
+    return max(n_bytes, N_VALUE * min(n_values, MAX_VALUES))
 
 
 def json_reader(decoder: json.JSONDecoder) -> Callable[[str], Any]:

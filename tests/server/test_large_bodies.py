@@ -237,6 +237,7 @@ BEGINNING, MANY_TEXTS = "x" * 2**14, ["a"] * 2048
         (CHAT, {**SMALL, "logit_bias": {TEXT: 1}}, "logit_bias"),
         (CHAT, {**SMALL, "tools": TOOLS}, "tools"),
         (CHAT, {**SMALL, "chat_template_kwargs": {"x": {TEXT: 1}}}, "chat_template_kwargs"),
+        (CHAT, {**SMALL, "chat_template_kwargs": {"x": [{}] * 60_000}}, "chat_template_kwargs"),
         ("/v1/chat/completions/input_tokens", {**SMALL, "tools": TOOLS}, "tools"),
         ("/v1/embeddings", {"input": ["a", TEXT]}, "input"),
         ("/v1/embeddings", {"input": [[1], TOKENS]}, "input"),
