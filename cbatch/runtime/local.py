@@ -239,9 +239,7 @@ class LocalRuntime:
         try:
             said = dict(backend.fingerprint(()))
             digests = [backend.fingerprint(((name, 1.0),)).get("adapters", "") for name in names]
-        except (
-            OSError
-        ):  # of an object that does not know its file, or a file that changed amid its load
+        except OSError:  # the file is not known, or changed while it was loaded
             said, digests = {"model": self._unknown_model}, ["unknown"] * len(names)
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {
