@@ -108,11 +108,13 @@ def test_wrong_picture_is_refused(
 def test_data_of_pictures_is_no_text_of_the_prompt(
     app: Starlette, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.server.prompt_size.MIN_CHARACTERS", len(URL))
+    url = f"data:image/png;base64,{base64.b64encode(bytes(200)).decode()}"
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    monkeypatch.setattr("cbatch.server.prompt_size.MIN_CHARACTERS", len(url))
     monkeypatch.setattr("cbatch.server.prompt_size.CHARACTERS_PER_TOKEN", 0)
     large = {"user": "x" * 2**17}
-    assert call(app, CHAT, body_for(CHAT, OPENAI) | large).status_code == 200
-    error = error_of(call(app, CHAT, body_for(CHAT, OPENAI, text=URL) | large), 400)
+    assert call(app, CHAT, body_for(CHAT, picture) | large).status_code == 200
+    error = error_of(call(app, CHAT, body_for(CHAT, picture, text=url) | large), 400)
     assert "characters; at most" in error["message"]
 
 
