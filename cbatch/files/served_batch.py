@@ -31,6 +31,7 @@ from cbatch.files.output.json_answers import line_of
 from cbatch.files.output.manifest import LostError
 from cbatch.files.output.opening import OutputSpec
 from cbatch.files.settings import FileOptions
+from cbatch.files.units import cut
 from cbatch.files.vector_work import VectorEngine
 from cbatch.files.work import OpenGate, RunContext, Work
 from cbatch.support.checks import json_weight, n_values_in
@@ -170,6 +171,9 @@ def check_requests(
     return Checked(n_items, reader.model, problems, n_last_read)
 
 
+_N_TOLD = 300
+"""Characters of a problem's message and name. Our choice: a list of batches tells 100 problems of each batch."""
+
 _NOT_ASKED = ServedReply(0, {})
 _TWICE = ItemError(
     "duplicate_custom_id", "an earlier line has this custom_id: each must be unique", "custom_id"
@@ -177,10 +181,13 @@ _TWICE = ItemError(
 
 
 def _for_clients(error: ItemError) -> ItemError:
-    """Return an error without the way out that only the server's operator has."""
-    if error.code != "line_too_long":
-        return error
-    return replace(error, message=error.message.partition(":")[0])
+    """Return an error as a batch tells it: no way out that only the server's operator has, long values cut."""
+    message = error.message
+    if error.code == "line_too_long":
+        message = message.partition(":")[0]
+    return replace(
+        error, message=cut(message, _N_TOLD), param=error.param and cut(error.param, _N_TOLD)
+    )
 
 
 def _line_number(item: Item) -> int:

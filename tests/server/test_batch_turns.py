@@ -150,6 +150,15 @@ def test_check_is_asked_to_go_on_at_each_line_also_of_a_blank_one(tmp_path: Path
     assert (found.n_items, len(n_asked)) == (0, 500)
 
 
+def test_problems_of_a_batch_are_told_in_few_words_for_lists_of_them(tmp_path: Path) -> None:
+    long = "x" * 5000
+    wrong = ({**line("a"), "url": long}, {**line("b"), long: 1})
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, lines(*wrong)))
+    texts = [error[name] for error in batch["errors"]["data"] for name in ("message", "param")]
+    assert [len(text) for text in texts] == [300, len("url"), 300, 300]
+
+
 @pytest.mark.parametrize("n_lines", [100, 101, 5000])
 def test_file_is_read_no_further_after_too_many_problems(tmp_path: Path, n_lines: int) -> None:
     with kept_app(tmp_path) as app:
