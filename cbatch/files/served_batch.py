@@ -21,6 +21,7 @@ from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.files.input.item import InputLineError, ItemError, Seen, bytes_of, item_key, rival_key
 from cbatch.files.input.json_requests import OpenAIReader
+from cbatch.files.input.raw_streams import is_packed
 from cbatch.files.input.text_files import InputFile
 from cbatch.files.judged_run import JudgingEngine
 from cbatch.files.outcome import Stopper
@@ -38,6 +39,7 @@ from cbatch.support.checks import json_weight, n_values_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from io import BufferedReader
     from pathlib import Path
 
     from cbatch.engine import Engine
@@ -257,10 +259,15 @@ class _CheckedFile(InputFile):
         super().__init__(path, max_line_bytes)
         self._check = check
 
-    def lines(self) -> Iterator[bytes | LongLine]:
-        for line in super().lines():
-            self._check()
-            yield line
+    def _content(self, raw: BufferedReader) -> BufferedReader:
+        """Return `raw`; ConfigError where it is compressed: a few bytes may stand for gigabytes, or need them."""
+        if is_packed(raw):
+            raise ConfigError(f"{self.name}: is compressed: upload the lines as they are")
+        return raw
+
+    def _readline(self, n_most: int) -> bytes:
+        self._check()
+        return super()._readline(n_most)
 
 
 class _LeftError(Exception):

@@ -53,6 +53,9 @@ _IS_SEEN = "(? IS NULL OR owner = ?)"
 _OBJECTS = {"files": "File", "batches": "Batch"}
 """What a row of each table is called."""
 
+_N_REMOVED = 100
+"""Expired files that are removed at a time, with one change of the index. Our choice: within some milliseconds."""
+
 _ANSWER = b'{"id": "batch_req_'
 """Prefixes of the names of files of answers."""
 
@@ -239,9 +242,9 @@ class BatchStore:
 
     def reserve(self, n_bytes: int) -> None:
         """Count bytes that are about to be written. Raises a `HttpProblemError` where there is no room."""
+        self._sweep()
         with self._lock:
             self._check_open()
-            self._sweep()
             n_stored = self._n_stored + self._count_worked_on()
             if n_stored + self._n_arriving + n_bytes > self._n_bytes_max:
                 message = (
@@ -300,14 +303,16 @@ class BatchStore:
         self._remove(self.file(id, viewer))
         self._folder.take_reserve()
 
-    def _remove(self, file: StoredFile) -> None:
+    def _remove(self, *files: StoredFile) -> None:
         """Remove the content, then the row: a full disk then has room for the change, and a kill leaves no content."""
-        self.path_of(file).unlink(missing_ok=True)
+        for file in files:
+            self.path_of(file).unlink(missing_ok=True)
         with suppress(OSError):  # not every file system can do this
             sync_folder(self._folder.content)
+        ids = [file.id for file in files]
         with self._lock:
-            n_bytes = self._n_bytes_of("shown_files WHERE id = ?", file.id)
-            self._drop("files", file.id)
+            n_bytes = self._n_bytes_of(f"shown_files WHERE {_is_one_of(ids)}", *ids)
+            self._drop("files", *ids)
             self._n_stored -= n_bytes
             self.count_again()
 
@@ -316,17 +321,18 @@ class BatchStore:
         return int(n_bytes)
 
     def _sweep(self) -> None:
-        """Remove files that have expired."""
-        now = int(self._clock())
-        if now < self._first_expiry:
-            return
-        for row in self._rows(f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ?", now):
-            self._remove(StoredFile(*row))
-        self._first_expiry = self._find_first_expiry()
+        """Remove files that have expired, some at a time: other calls, and the end of the server, come between."""
+        while (now := int(self._clock())) >= self._first_expiry:
+            query = f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ? LIMIT {_N_REMOVED}"
+            if rows := self._rows(query, now):
+                self._remove(*(StoredFile(*row) for row in rows))
+            with self._lock:
+                self._first_expiry = self._find_first_expiry()
 
     def _find_first_expiry(self) -> float:
-        [[found]] = self._rows("SELECT min(expires_at) FROM shown_files")
-        return math.inf if found is None else float(found)
+        query = "SELECT expires_at FROM shown_files WHERE expires_at IS NOT NULL ORDER BY expires_at LIMIT 1"
+        found = self._row(query)
+        return math.inf if found is None else float(found[0])
 
     # ---- batches ----
 
@@ -467,18 +473,19 @@ class BatchStore:
         with limit_told(self._folder.index):
             return self._db.execute(query, values).rowcount
 
-    def _drop(self, table: str, id: str) -> None:
-        """Remove a row. If the disk has no room even for that, hide the row until the next start."""
+    def _drop(self, table: str, *ids: str) -> None:
+        """Remove rows. If the disk has no room even for that, hide them until the next start."""
+        where = _is_one_of(ids)
         try:
-            self._write(f"DELETE FROM {table} WHERE id = ?", id)
+            self._write(f"DELETE FROM {table} WHERE {where}", *ids)
         except (OSError, sqlite3.OperationalError) as error:
             if not is_full(error):
                 raise
             with self._lock:
                 query = (
-                    f"INSERT OR IGNORE INTO hidden_{table} SELECT place FROM {table} WHERE id = ?"
+                    f"INSERT OR IGNORE INTO hidden_{table} SELECT place FROM {table} WHERE {where}"
                 )
-                self._db.execute(query, (id,))
+                self._db.execute(query, ids)
 
     def _place(self, table: str, id: str | None, viewer: str) -> int | None:
         """Return the place of the row with an id; None for None. Raises if the viewer has no such row."""
@@ -578,6 +585,11 @@ class Arriving:
         if not self._is_kept:
             self._path.unlink(missing_ok=True)
             self._store.count_again()
+
+
+def _is_one_of(ids: Sequence[str]) -> str:
+    """Return the condition for the rows with these ids, which it takes."""
+    return f"id IN ({', '.join('?' * len(ids))})"
 
 
 def not_there(what: str, id: str) -> HttpProblemError:

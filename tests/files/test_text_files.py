@@ -246,3 +246,14 @@ def test_damaged_file_says_so(
     file = opened(write(tmp_path / "file", bytes(data)))
     with pytest.raises(ConfigError, match="compressed data is damaged"):
         list(file.lines())
+
+
+def test_packed_file_that_asks_for_much_memory_is_refused(tmp_path: Path, opened: OpenFile) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 2**28}]
+    file = opened(write(tmp_path / "file", lzma.compress(b"one\n", filters=filters)))
+    words = r"unpacking it needs too much memory; 0 lines .*: unpack it with its own tool"
+    with pytest.raises(ConfigError, match=words):
+        list(file.lines())
+    for preset in range(10):
+        file = opened(write(tmp_path / str(preset), lzma.compress(b"one\n", preset=preset)))
+        assert list(file.lines()) == [b"one\n"]

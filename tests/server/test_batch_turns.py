@@ -147,7 +147,7 @@ def test_check_is_asked_to_go_on_at_each_line_also_of_a_blank_one(tmp_path: Path
     found = check_requests(
         tmp_path / "r", CHAT, n_problems=1, max_line_bytes=99, check=lambda: n_asked.append(None)
     )
-    assert (found.n_items, len(n_asked)) == (0, 500)
+    assert (found.n_items, len(n_asked)) == (0, 500 + 1)  # and at the end
 
 
 def test_problems_of_a_batch_are_told_in_few_words_for_lists_of_them(tmp_path: Path) -> None:
@@ -157,6 +157,15 @@ def test_problems_of_a_batch_are_told_in_few_words_for_lists_of_them(tmp_path: P
         batch = ended(app, begun(app, lines(*wrong)))
     texts = [error[name] for error in batch["errors"]["data"] for name in ("message", "param")]
     assert [len(text) for text in texts] == [300, len("url"), 300, 300]
+
+
+def test_check_is_asked_to_go_on_amid_a_line_that_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(b"x" * 2**21)
+    n_asked: list[None] = []
+    check_requests(
+        tmp_path / "r", CHAT, n_problems=1, max_line_bytes=99, check=lambda: n_asked.append(None)
+    )
+    assert len(n_asked) > 2**21 / 2**18
 
 
 @pytest.mark.parametrize("n_lines", [100, 101, 5000])

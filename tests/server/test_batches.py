@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import logging
+import lzma
 import sqlite3
 import threading
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,7 @@ from tests.server.test_watching import of, scrape
 from tests.worker.links import Launches, MortalBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from starlette.applications import Starlette
@@ -166,6 +170,17 @@ def test_endpoints_answer_as_they_do_alone(
         assert answer["output"][0]["content"] == alone["output"][0]["content"]
     assert (found["several"]["status_code"], batch["request_counts"]["failed"]) == (400, 1)
     assert found["several"]["body"]["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress, b"PK\x03\x04".__add__]
+)
+def test_compressed_file_fails_the_batch(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, pack(lines(line("a")))))
+    (told,) = batch["errors"]["data"]
+    words = "is compressed: upload the lines as they are"
+    assert (batch["status"], told["code"], told["message"]) == ("failed", "invalid_file", words)
 
 
 def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:

@@ -355,6 +355,32 @@ def test_file_that_has_expired_is_gone_and_makes_room(tmp_path: Path) -> None:
     store.close()
 
 
+def test_many_files_that_have_expired_go_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, synced = [1000.0], [0]
+    folder = tmp_path / "kept"
+    store = BatchStore(folder, 1000, lambda: now[0])
+    for i in range(250):
+        id = f"file-{i:024x}"
+        (folder / "content" / id).write_bytes(b"x")
+        store.put_file(id, "a", "batch", 1, None if i % 5 == 0 else i, "")
+    now[0] += 3600
+
+    def sync(_: Path) -> None:
+        synced[0] += 1
+        if synced[0] == 1:
+            store.close()
+
+    monkeypatch.setattr("cbatch.server.batch_store.sync_folder", sync)
+    with pytest.raises(HttpProblemError, match="shutting down"):  # between two portions
+        store.reserve(1)
+    assert len([*(folder / "content").iterdir()]) == 150
+    BatchStore(folder, 51, lambda: now[0]).reserve(1)
+    assert len([*(folder / "content").iterdir()]) == 50
+    assert synced[0] == 2
+
+
 def test_batch_over_a_file_that_has_just_been_deleted_is_not_made(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "kept", 100)
     with pytest.raises(HttpProblemError, match="No such File object: file-1") as told:

@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import PurePath
 from typing import Any, cast
@@ -47,8 +47,16 @@ _UNREAD = {
 }
 """First bytes of packed files that are not supported."""
 
-_DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
-"""Of the modules whose own file objects end silently where other bytes follow a stream."""
+_MEMORY_BYTES = 2**27 + 2**26
+"""Most memory for unpacking xz, a few bytes of which can ask for 4 GiB; `xz -9` needs 65 MiB. Our choice, by zstd's own
+limit of 128 MiB.
+"""
+
+_DECOMPRESSORS: dict[str, tuple[str, dict[str, int]]] = {
+    "lzma": ("LZMADecompressor", {"memlimit": _MEMORY_BYTES}),
+    "bz2": ("BZ2Decompressor", {}),
+}
+"""Of the modules whose own file objects end silently where other bytes follow a stream, and their options."""
 
 
 def open_raw(path: str, *, is_regular: bool) -> io.BufferedReader:
@@ -136,7 +144,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
             f"{name}: is {unread or 'packed'}, which is not supported: unpack it, or compress it with gzip, bzip2, xz "
             "or zstd"
         )
-    modules = next((modules for magic, modules in _PACKED.items() if magic.match(start)), None)
+    modules = _modules_for(start)
     if modules is None:
         return raw
     packer = _import_first(modules)
@@ -145,9 +153,25 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
         if modules == _ZSTD:
             why = "reading .zst needs a package: pip install backports.zstd"
         raise ConfigError(f"{name}: {why}")
-    make = getattr(packer, _DECOMPRESSORS.get(modules[0], ""), None)
-    text = packer.open(raw) if make is None else _PackedStreams(raw, make)
+    kind, options = _DECOMPRESSORS.get(modules[0], ("", {}))
+    make = getattr(packer, kind, None)
+    text = packer.open(raw) if make is None else _PackedStreams(raw, partial(make, **options))
     return io.BufferedReader(text, BUFFER_BYTES)
+
+
+def is_packed(raw: io.BufferedReader) -> bool:
+    """Return whether a file's first bytes are those of a packed one, supported or not."""
+    start = raw.peek(_N_START)[:_N_START]
+    return start.startswith(tuple(_UNREAD)) or _modules_for(start) is not None
+
+
+def is_too_much(error: Exception) -> bool:
+    """Return whether unpacking needs more memory than is given to it."""
+    return "memory" in str(error).lower()  # as lzma and zstd say it
+
+
+def _modules_for(start: bytes) -> tuple[str, ...] | None:
+    return next((modules for magic, modules in _PACKED.items() if magic.match(start)), None)
 
 
 class _PackedStreams(io.RawIOBase):

@@ -14,7 +14,14 @@ from zlib import crc32
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import InputLineError
-from cbatch.files.input.raw_streams import BUFFER_BYTES, Pipe, decompressed, open_raw, read_errors
+from cbatch.files.input.raw_streams import (
+    BUFFER_BYTES,
+    Pipe,
+    decompressed,
+    is_too_much,
+    open_raw,
+    read_errors,
+)
 from cbatch.files.places import is_dash, status_of
 from cbatch.support.checks import readable
 
@@ -123,13 +130,17 @@ class InputFile:
         try:
             self._raw = open_raw(self.path, is_regular=self.is_regular)
             self._before, self._start = _begun(self._raw)
-            self._text = decompressed(self._raw, self.name)
+            self._text = self._content(self._raw)
         except OSError as error:
             self.close()
             raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
         except ConfigError:
             self.close()
             raise
+
+    def _content(self, raw: io.BufferedReader) -> io.BufferedReader:
+        """Return what is read of an opened file. Raises as `decompressed`."""
+        return decompressed(raw, self.name)
 
     @property
     def is_compressed(self) -> bool:
@@ -263,6 +274,8 @@ class InputFile:
             )
         if isinstance(error, OSError) and error.strerror:
             return f"{self.name}: cannot be read further: {error.strerror}; {read}"
+        if is_too_much(error):
+            return f"{self.name}: unpacking it needs too much memory; {read}: unpack it with its own tool"
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 
