@@ -173,7 +173,7 @@ def check_requests(
     return Checked(n_items, reader.model, problems, n_last_read)
 
 
-_N_TOLD = 300
+_N_TOLD = 200
 """Characters of a problem's message and name. Our choice: a list of batches tells 100 problems of each batch."""
 
 _NOT_ASKED = ServedReply(0, {})

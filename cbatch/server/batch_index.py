@@ -46,6 +46,7 @@ _SCHEMA = """
         owner TEXT NOT NULL DEFAULT ''
     );
     CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
+    CREATE INDEX IF NOT EXISTS owned ON batches (owner);
     CREATE INDEX IF NOT EXISTS expiring ON files (expires_at) WHERE expires_at IS NOT NULL;
 """
 _COLUMNS = {

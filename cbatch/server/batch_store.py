@@ -220,9 +220,9 @@ class BatchStore:
         now = int(self._clock())
         rows = self._rows(
             f"SELECT {_FILE} FROM shown_files WHERE (expires_at IS NULL OR expires_at > ?) "
-            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) AND {_IS_SEEN} "
+            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) AND owner = ? "
             f"ORDER BY place {order} LIMIT ?",
-            *(now, purpose, purpose, place, place, viewer, viewer, limit + 1),
+            *(now, purpose, purpose, place, place, viewer, limit + 1),
         )
         found = [StoredFile(*row) for row in rows]
         return found[:limit], len(found) > limit
@@ -414,8 +414,8 @@ class BatchStore:
         rows = self._rows(
             f"SELECT {_BATCH} FROM shown_batches WHERE (? IS NULL OR place < ?) "
             "AND (? IS NULL OR place > ?) "
-            f"AND id GLOB ? AND {_IS_SEEN} ORDER BY place {order} LIMIT ?",
-            *(older, older, newer, newer, f"{kind}_*", viewer, viewer, page.limit + 1),
+            f"AND id GLOB ? AND owner = ? ORDER BY place {order} LIMIT ?",
+            *(older, older, newer, newer, f"{kind}_*", viewer, page.limit + 1),
         )
         found = [batch_of(row) for row in rows[: page.limit]]
         return found if newer is None else found[::-1], len(rows) > page.limit

@@ -156,7 +156,7 @@ def test_problems_of_a_batch_are_told_in_few_words_for_lists_of_them(tmp_path: P
     with kept_app(tmp_path) as app:
         batch = ended(app, begun(app, lines(*wrong)))
     texts = [error[name] for error in batch["errors"]["data"] for name in ("message", "param")]
-    assert [len(text) for text in texts] == [300, len("url"), 300, 300]
+    assert [len(text) for text in texts] == [200, len("url"), 200, 200]
 
 
 def test_check_is_asked_to_go_on_amid_a_line_that_is_too_long(tmp_path: Path) -> None:
