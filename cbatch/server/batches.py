@@ -544,6 +544,12 @@ class Batches:
             words = str(error).rpartition("requests.jsonl: ")[2]
             self._fail(job, [_problem("invalid_file", words)])
             return
+        except _PASSING:
+            if self._left_s(batch) > 0:
+                raise
+            words = "the requests could not be read before the completion window expired"
+            self._fail(job, [_problem("batch_expired", words)])
+            return
         problems = [{**asdict(p.error), "line": p.line} for p in found.problems]
         if found.n_last_read is not None:
             words = f"more than {_N_PROBLEMS} lines are wrong: no line after line {found.n_last_read} was checked"

@@ -65,6 +65,18 @@ def test_request_has_a_span_and_its_answer_one_within(
     assert "Hi" not in str(told)
 
 
+def test_long_header_of_a_parent_is_not_read(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[dict[str, str]] = []
+    monkeypatch.setattr("opentelemetry.propagate.extract", read.append)
+    with fake_app() as app:
+        for n in (100, 60_000):
+            call(app, CHAT, ASKED, headers={**PARENT, "tracestate": " " * n + "a=b"})
+    assert [sorted(told) for told in read] == [["traceparent", "tracestate"], ["traceparent"]]
+    assert len(exporter.get_finished_spans()) == 4
+
+
 def test_prompts_of_one_call_have_spans_of_their_own(exporter: InMemorySpanExporter) -> None:
     with fake_app() as app:
         call(app, COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 2})

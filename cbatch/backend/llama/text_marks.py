@@ -1,8 +1,10 @@
-"""Where a text can be divided so that its parts have the tokens of the whole: at marks, which llama.cpp finds first.
+"""Where a text can be divided so that its parts have the tokens of the whole.
 
-llama.cpp takes special tokens out of a text one after the other, the longest first, each from left to right, and then
-tokenizes what is left between them. The time grows with the square of the marks in a text.
-Source: src/llama-vocab.cpp, tokenizer_st_partition.
+- At marks, which llama.cpp finds first. It takes special tokens out of a text one after the other, the longest first,
+  each from left to right, and then tokenizes what is left between them. The time grows with the square of the marks in
+  a text. Source: src/llama-vocab.cpp, tokenizer_st_partition.
+- With a SentencePiece vocabulary, before characters that are in no token, which become tokens of their bytes. The time
+  grows with the square of their number, too. Source: llm_tokenizer_spm_session::resegment.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class TextMark(NamedTuple):
@@ -69,3 +71,56 @@ class TextMarks:
             return True
         others = (self._pattern.match(data, i) for i in range(start + 1, start + len(text)))
         return all(o is None or len(o[0]) < len(text) or o[0] == text for o in others)
+
+
+_WHITE_SPACE = " \t\n\v\f\r"
+"""What llama.cpp removes beside marks."""
+
+_PRIVATE = range(0xE000, 0xF900)
+"""Characters for private use, hardly one of which is in a vocabulary."""
+
+
+class UnknownCharacters:
+    """The characters that are in no token of a vocabulary: none of them is merged with those beside it."""
+
+    def __init__(self, texts: Iterable[str], marks: Sequence[TextMark]) -> None:
+        """Find them; `texts` are those of all tokens."""
+        known = {" ", "\u2581"}.union(*texts)
+        self.example = next((c for c in map(chr, _PRIVATE) if c not in known), "")
+        """One of them; "" where it is not easily found."""
+        self._pattern = re.compile(f"[^{re.escape(''.join(sorted(known)))}]")
+        read = [(mark, mark.text.decode(errors="replace")) for mark in marks]
+        self._marks = tuple(text for _, text in read)
+        self._strips_left = tuple(t.lstrip(_WHITE_SPACE) for mark, t in read if mark.strips_left)
+        self._strips_right = tuple(t.rstrip(_WHITE_SPACE) for mark, t in read if mark.strips_right)
+
+    def parts(self, text: str, n_least: int) -> Sequence[str]:
+        """Divide a text before such characters; each part but the last has at least `n_least` characters."""
+        cuts, at = [0], n_least
+        kept = 0  # no mark removes the white space before this place
+        while found := self._pattern.search(text, at):
+            at = found.start()
+            if text.endswith(self._marks, 0, at):  # behind a mark, llama.cpp may add a space
+                at += 1
+                continue
+            if at >= kept:
+                start, end = _space_around(text, at)
+                if text.endswith(self._strips_right, 0, start) or text.startswith(
+                    self._strips_left, end
+                ):
+                    at = max(end, at + 1)
+                    continue
+                kept = end
+            cuts.append(at)
+            at += n_least
+        return [text[a:b] for a, b in pairwise([*cuts, len(text)])]
+
+
+def _space_around(text: str, at: int) -> tuple[int, int]:
+    """Return the start of the white space before a place, and its end: the place itself where it has none."""
+    start = end = at
+    while start > 0 and text[start - 1] in _WHITE_SPACE:
+        start -= 1
+    while end < len(text) and text[end] in _WHITE_SPACE:
+        end += 1
+    return start, end

@@ -286,6 +286,25 @@ def test_runs_of_white_space_by_the_ten_thousands_are_tokenized_in_parts(tmp_pat
         assert model.vocab.tokenize("\n" * 5 * N_MARKS)[1:] == [run] * N_MARKS
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["spm, right of most", "spm, left of [MASK]"])
+@pytest.mark.parametrize("text", ["😀", "\f", "a 漢\f", "\f <s>"])
+def test_unknown_characters_are_tokenized_in_parts(
+    tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, tokenize = list[int](), llama_cpp.llama_tokenize
+
+    def counted(*given: Any) -> int:
+        asked.append(len(given[1]))
+        return int(tokenize(*given))
+
+    with closing(open_model(write_model_of(tmp_path / "model.gguf", *KINDS[name]))) as model:
+        whole = _in_one_call(model.vocab, text * 5000)
+        monkeypatch.setattr(llama_cpp, "llama_tokenize", counted)
+        assert model.vocab.tokenize(text * 5000) == whole
+    assert max(asked) < 6000
+
+
 def test_ctrl_c_amid_a_long_text_waits_for_its_end(
     vocab: LlamaVocab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +331,7 @@ def marked(
     opened = open_model(write_model_of(path, *KINDS[request.param]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocab_module, "_N_PART", 8)
+        patch.setattr(vocab_module, "_N_UNKNOWN", 3)
         yield opened.vocab
     opened.close()
     log.remove()
@@ -345,7 +365,24 @@ def test_vocabulary_of_words_without_a_special_token_adds_none(
     assert json.loads(done.stdout) == [8, 8]
 
 
-_WORDS = (" ", "  ", "\n", "\t", "\v", "a", "ab", "hello", "<", ">", "<a", "[", "é", "\u3000")
+_WORDS = (
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\v",
+    "\f",
+    "a",
+    "ab",
+    "hello",
+    "<",
+    ">",
+    "<a",
+    "[",
+    "é",
+    "\u3000",
+    "😀",
+)
 
 
 @pytest.mark.real
