@@ -34,7 +34,7 @@ from cbatch.files.output.opening import OutputSpec
 from cbatch.files.settings import FileOptions
 from cbatch.files.units import cut
 from cbatch.files.vector_work import VectorEngine
-from cbatch.files.work import N_COMMIT, OpenGate, RunContext, Work, n_counted
+from cbatch.files.work import OpenGate, RunContext, Work
 from cbatch.support.checks import json_weight, n_values_in
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from cbatch.files.work import RunGate
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
+
+_N_COMMIT = 256
+"""Lines that never ran which are written together: our choice."""
 
 _MANIFEST = {"format": "served"}
 
@@ -415,17 +418,14 @@ class ServedBatch:
         """Write for each line without an answer that it never ran. Raises as `run`."""
         error = ItemError(code, message)
         with self._lines(lambda body: _NOT_ASKED, check) as lines, self._journal() as journal:
-            n_added = 0
-            for item in lines:
+            for n, item in enumerate(lines, 1):
                 rival = rival_key(item)
                 claim = journal.claim(item_key(item), _digest(item), item.number, rival)
                 if claim in ("new", "duplicate"):
                     line = _ServedEncoder().error(replace(item, extra=None), error)
                     journal.add(item.number, line, is_error=True)
-                    n_added += n_counted(len(line))
-                if n_added >= N_COMMIT:
+                if n % _N_COMMIT == 0:
                     journal.commit()
-                    n_added = 0
             journal.commit()
             self._count(journal)
 

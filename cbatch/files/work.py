@@ -55,7 +55,6 @@ N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four a slot that the engine reads itself."""
 
 N_COMMIT = 64  # most records that are written together, where several results or refused items are ready at once
-N_COMMIT_BYTES = 2**24  # about the most bytes of them: an id may be as long as a line
 
 
 class Items(Protocol):
@@ -155,7 +154,7 @@ class Work:
         self._running: dict[str, Entry] = {}
         self._refused: list[Ended] = []
         self._n_untold = 0
-        """Refused items since the last `RefusedPrompt`, as `n_counted`."""
+        """Refused items since the last `RefusedPrompt`."""
         self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
@@ -240,10 +239,9 @@ class Work:
     def _refuse(self, item: Item) -> None:
         assert item.error is not None  # an item without a prompt has an error
         self.tally.fail(item.error.code, f"{item.place}: {item.error.message}")
-        record = self._context.encoder.error(item, item.error)
-        self._add(item, record, is_error=True)
+        self._add(item, self._context.encoder.error(item, item.error), is_error=True)
         self._refused.append((item, None))
-        self._n_untold += n_counted(len(record) + n_held(item))
+        self._n_untold += 1
 
     # ---- out ----
 
@@ -392,7 +390,7 @@ class Work:
 
     def _add(self, item: Item, record: bytes, *, is_error: bool) -> None:
         self._context.ledger.add(item.number, record, is_error=is_error)
-        self._n_added += n_counted(len(record))
+        self._n_added += 1
         self.tally.n_done += 1
 
     def commit(self) -> None:
@@ -438,11 +436,6 @@ class Work:
     @property
     def _n_settled(self) -> int:
         return self.tally.n_done + self.tally.n_before
-
-
-def n_counted(n_bytes: int) -> int:
-    """Return as how many records one of so many bytes counts for `N_COMMIT`."""
-    return 1 + n_bytes * N_COMMIT // N_COMMIT_BYTES
 
 
 def _named(entry: Entry, result: BatchResult) -> Ended:

@@ -18,7 +18,6 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.files.input import raw_streams
 from cbatch.files.input.text_files import InputFile
-from cbatch.files.output.journal import Journal
 from cbatch.files.served_batch import BatchPlaces, ServedBatch, ServedReply
 from cbatch.files.work import OpenGate
 from cbatch.server import batches
@@ -451,38 +450,6 @@ def test_batch_whose_requests_can_never_be_read_fails_after_its_window(
         batch = ended(app, begun(app, lines(line("a")), completion_window="1s"))
     (told,) = batch["errors"]["data"]
     assert (batch["status"], told["code"]) == ("failed", "batch_expired")
-
-
-def test_records_of_long_ids_are_written_by_their_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit, n_commits = Journal.commit, [0]
-
-    def counted(journal: Journal) -> None:
-        n_commits[0] += 1
-        commit(journal)
-
-    monkeypatch.setattr(Journal, "commit", counted)
-    refused = ServedReply(400, {})
-    long = [line(f"{i}{'x' * 1000}") for i in range(64)]
-
-    def n_commits_of(name: str) -> int:
-        places = BatchPlaces(*(tmp_path / f"{name}{part}" for part in ("-in", "-out", "-errors")))
-        places.requests.write_bytes(lines(*long))
-        served = ServedBatch(engine, places, CHAT, lambda _: refused, OpenGate(), "", 9999, 1)
-        n_commits[0] = 0
-        if name.startswith("run"):
-            served.run(None, bool)
-        else:
-            served.conclude("code", "message")
-        assert served.n_failed == 64
-        return n_commits[0]
-
-    with Engine(FakeBackend()) as engine:
-        few = [n_commits_of(name) for name in ("run-1", "conclude-1")]
-        monkeypatch.setattr("cbatch.files.work.N_COMMIT_BYTES", 10_000)
-        many = [n_commits_of(name) for name in ("run-2", "conclude-2")]
-    assert all(m > n + 4 for n, m in zip(few, many, strict=True))
 
 
 def test_full_disk_holds_up_the_files_of_a_batch_that_is_given_up(

@@ -189,6 +189,7 @@ def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
         (b"[1]", "invalid_json_line"),
         (lines({"method": "POST", "url": CHAT, "body": {}}), "missing_custom_id"),
         (lines({**line("b"), "custom_id": 3}), "invalid_custom_id"),
+        (lines({**line("b"), "custom_id": "x" * 1025}), "invalid_custom_id"),
         (lines({**line("c"), "method": "GET"}), "invalid_method"),
         (lines({**line("d"), "url": COMPLETIONS}), "url_mismatch"),
         (lines({**line("e"), "url": 3}), "url_mismatch"),
