@@ -90,7 +90,7 @@ class UnknownCharacters:
         """One of them; "" where it is not easily found."""
         self._pattern = re.compile(f"[^{re.escape(''.join(sorted(known)))}]")
         read = [(mark, mark.text.decode(errors="replace")) for mark in marks]
-        self._marks = tuple(text for _, text in read)
+        self._marks = tuple(text for _, text in read if text)
         self._strips_left = tuple(t.lstrip(_WHITE_SPACE) for mark, t in read if mark.strips_left)
         self._strips_right = tuple(t.rstrip(_WHITE_SPACE) for mark, t in read if mark.strips_right)
 
