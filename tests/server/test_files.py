@@ -372,13 +372,18 @@ def test_many_files_that_have_expired_go_some_at_a_time(
         if synced[0] == 1:
             store.close()
 
+    monkeypatch.setattr("cbatch.server.batch_store._N_REMOVED", 40)
     monkeypatch.setattr("cbatch.server.batch_store.sync_folder", sync)
     with pytest.raises(HttpProblemError, match="shutting down"):  # between two portions
         store.reserve(1)
-    assert len([*(folder / "content").iterdir()]) == 150
-    BatchStore(folder, 51, lambda: now[0]).reserve(1)
-    assert len([*(folder / "content").iterdir()]) == 50
-    assert synced[0] == 2
+    assert len([*(folder / "content").iterdir()]) == 210
+    store = BatchStore(folder, 100, lambda: now[0])
+    assert len([*(folder / "content").iterdir()]) == 170
+    store.reserve(10)  # as much room as is needed
+    assert len([*(folder / "content").iterdir()]) == 50 + 40
+    with pytest.raises(HttpProblemError, match="have 50 of at most 100 bytes"):
+        store.reserve(41)
+    assert synced[0] == 5
 
 
 def test_batch_over_a_file_that_has_just_been_deleted_is_not_made(tmp_path: Path) -> None:
