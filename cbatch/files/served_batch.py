@@ -35,7 +35,7 @@ from cbatch.files.settings import FileOptions
 from cbatch.files.units import cut
 from cbatch.files.vector_work import VectorEngine
 from cbatch.files.work import OpenGate, RunContext, Work
-from cbatch.support.checks import json_weight, n_values_in
+from cbatch.support.checks import MAX_KEY_LENGTH, json_weight, n_values_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -158,13 +158,15 @@ def check_requests(
     reader = _ServedReader(url, lambda body: _NOT_ASKED)
     problems: list[LineProblem] = []
     n_items, n_last_read = 0, None
-    opened = _RequestLines(path, reader, max_line_bytes, check)
+    opened = _RequestLines(path, reader, max_line_bytes, check, is_new=True)
     with closing(Seen()) as seen, closing(opened) as lines:
         for item in lines:
             n_items += 1
             error = None if isinstance(item.extra, ServedReply) else item.error
             if seen.add(item_key(item), item.number, rival_key(item)) is not None:
                 error = error or _TWICE
+            if len(item.id) > MAX_KEY_LENGTH:
+                error = error or _LONG_ID
             if error is not None and len(problems) == n_problems:
                 n_last_read = _line_number(item)
                 break
@@ -179,6 +181,11 @@ _N_TOLD = 200
 _NOT_ASKED = ServedReply(0, {})
 _TWICE = ItemError(
     "duplicate_custom_id", "an earlier line has this custom_id: each must be unique", "custom_id"
+)
+_LONG_ID = ItemError(
+    "invalid_custom_id",
+    f"this custom_id is too long: at most {MAX_KEY_LENGTH:,} characters are allowed",
+    "custom_id",
 )
 
 
@@ -255,15 +262,15 @@ class _ServedEncoder(Encoder):
 
 
 class _CheckedFile(InputFile):
-    def __init__(self, path: str, max_line_bytes: int, check: Check) -> None:
+    def __init__(self, path: str, max_line_bytes: int, check: Check, *, is_new: bool) -> None:
         super().__init__(path, max_line_bytes)
-        self._check = check
+        self._check, self._is_new = check, is_new
 
     def _content(self, raw: BufferedReader) -> BufferedReader:
-        """Return `raw`; ConfigError where it is compressed: a few bytes may stand for gigabytes, or need them."""
-        if is_packed(raw):
+        """ConfigError where a new file is compressed: a few bytes may stand for gigabytes, or need them."""
+        if self._is_new and is_packed(raw):
             raise ConfigError(f"{self.name}: is compressed: upload the lines as they are")
-        return raw
+        return super()._content(raw)
 
     def _readline(self, n_most: int) -> bytes:
         if line := super()._readline(n_most):
@@ -280,9 +287,16 @@ class _RequestLines:
     """Not needed here: the lines were counted before."""
 
     def __init__(
-        self, path: Path, reader: OpenAIReader, max_line_bytes: int, check: Check = bool
+        self,
+        path: Path,
+        reader: OpenAIReader,
+        max_line_bytes: int,
+        check: Check = bool,
+        *,
+        is_new: bool = False,
     ) -> None:
-        self._file = _CheckedFile(str(path), max_line_bytes, check)
+        """Read a file; one that `is_new` must not be compressed."""
+        self._file = _CheckedFile(str(path), max_line_bytes, check, is_new=is_new)
         if path.exists() and not self._file.is_regular:  # a pipe's end may never come
             raise FilesChangedError(f"{path}: is not a regular file")
         self._items = reader.items(self._file, 0)

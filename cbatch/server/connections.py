@@ -43,6 +43,9 @@ each chunk is looked at, whoever else waits."""
 _N_AHEAD = 2**16
 """Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
 
+_N_HEADER_LINES = 256
+"""Most lines of a header. Our choice: each takes half a microsecond and 130 bytes."""
+
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
 
@@ -142,7 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the answer is sent already, and what comes is dropped."""
         self._ahead = bytearray()
         """What has come and is not read yet."""
-        self._n_header_bytes = self._n_unsent = 0
+        self._n_header_bytes = self._n_header_lines = self._n_unsent = 0
         self._n_body_left = 0
         """Bytes to come of a body whose length was told."""
         self._chunks: Chunks | None = None
@@ -287,6 +290,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         before, is_left_over = self.cycle, self._is_left_over
         n_body = 0 if before is None else len(before.body)
+        if self._is_between and not is_left_over:
+            self._n_header_lines += data.count(b"\n")
+            if self._n_header_lines > _N_HEADER_LINES:
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                self._refuse(status, "its header has too many lines")
+                return
         super().data_received(data)
         if (cycle := self.cycle) is not before:
             told = dict(cycle.scope["headers"])
@@ -337,7 +346,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self._header_s, self._end_header)
 
     def _forget_header(self) -> None:
-        self._n_header_bytes = 0
+        self._n_header_bytes = self._n_header_lines = 0
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

@@ -46,6 +46,9 @@ _N_OTHER_FILES = 256
 _N_FILES = 64
 """Open files without which no server is started: with one replica it has 22, and each client needs one. Our choice."""
 
+_N_LISTENERS = 32
+"""Connections that are let in at once. Our choice."""
+
 _N_HOST = 253
 """Most characters of a host name. Source: RFC 1123 with RFC 1035."""
 
@@ -173,6 +176,17 @@ def serve(
         raise EngineClosedError(f"the engine stopped: {server.problem}")
 
 
+def _listeners(address: socket.socket) -> list[socket.socket]:
+    """Return a socket and copies of it, as far as there are files for them: each lets in a connection at a time.
+
+    uvloop lets in one a round of its loop: behind many clients that ask all the time, new ones waited for 18 s.
+    Source: libuv 1.46, uv__server_io.
+    """
+    n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n = 1 if n_files < _N_OTHER_FILES else _N_LISTENERS
+    return [address, *(address.dup() for _ in range(n - 1))]
+
+
 def _give_up(front: Front) -> None:
     """Leave the batches to the next server, and close the engines with all requests, so that no call waits."""
     time.sleep(_TOLD_S)
@@ -221,7 +235,7 @@ class DrainingServer(uvicorn.Server):
         with suppress(CBatchError, HttpProblemError):  # the first call gets this error, too
             await self._front.desk.sizes()
         self._asking = asyncio.create_task(keep_asking(lambda: self._front.desk))
-        await super().startup(sockets)
+        await super().startup([one for each in sockets or () for one in _listeners(each)])
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:

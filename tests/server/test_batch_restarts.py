@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -93,6 +94,18 @@ def test_stop_amid_blank_lines_ends_the_reading(
         assert (*run(), n_read) == ("asked", 1, stop_at)
         stop_at = 0
         assert (*run(), n_read) == ("done", 2, 101)
+
+
+def test_batch_of_an_earlier_version_goes_on_with_what_is_refused_now(tmp_path: Path) -> None:
+    places = BatchPlaces(*(tmp_path / name for name in ("requests", "answers", "errors")))
+    long = "x" * 2000
+    places.requests.write_bytes(gzip.compress(lines(line(long))))
+    refused = ServedReply(400, {})
+    with Engine(FakeBackend()) as engine:
+        ServedBatch(engine, places, CHAT, lambda _: refused, OpenGate(), "", 9999, 1).run(
+            None, bool
+        )
+    assert json.loads(places.errors.read_bytes())["custom_id"] == long
 
 
 def test_batch_of_another_model_waits_for_its_own(tmp_path: Path) -> None:

@@ -357,6 +357,33 @@ def test_large_header_is_refused(is_ended: bool) -> None:
 
 
 @pytest.mark.real
+def test_header_of_many_lines_is_refused() -> None:
+    with fake_app() as app, running(app) as server:
+        for n, status in ((200, 200), (300, 431)):
+            sent = request(CHAT, ASKED, "\r\n".join(["a: b"] * n))
+            with connected(server, sent[:400]) as one:
+                one.sendall(sent[400:])
+                got = rest_of(one)
+            assert got.status == status
+    assert "too many lines" in error_in(got)["message"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("n_files", "n_listeners"), [(4096, 32), (64, 1)])
+def test_many_connections_are_let_in_at_once(
+    monkeypatch: pytest.MonkeyPatch, n_files: int, n_listeners: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (n_files, n_files))
+    with (
+        fake_app() as app,
+        running(app) as server,
+        connected(server, request(CHAT, ASKED)) as one,
+    ):
+        assert len(server.server.servers) == n_listeners
+        assert rest_of(one).status == 200
+
+
+@pytest.mark.real
 def test_client_hears_a_refusal_though_it_still_sends_its_body() -> None:
     large = {**ASKED, "user": "x" * 2**23}
     with fake_app(max_body_mib=1) as app, running(app) as server, server.client() as client:

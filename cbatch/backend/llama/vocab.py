@@ -348,9 +348,10 @@ class LlamaVocab:
 
     @cached_property
     def _own_marks(self) -> TextMarks:
-        """Those in any text."""
-        own = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-        return TextMarks([self._mark(t) for t in self._special if self._attributes(t) & own])
+        """Those in any text: not the ones that are control tokens, too."""
+        return TextMarks(
+            [self._mark(t) for t in self._special if not self._attributes(t) & _HIDDEN]
+        )
 
     def _mark(self, token: int) -> TextMark:
         attributes = self._attributes(token)

@@ -18,7 +18,7 @@ from cbatch.files.input.text_files import InputFile, LongLine, not_utf8, numbere
 from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
-from cbatch.support.checks import MAX_KEY_LENGTH, is_text_too_deep, json_reader, why_unread
+from cbatch.support.checks import is_text_too_deep, json_reader, why_unread
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")  # keys of a cbatch request
 _N_SHOWN = 60  # characters of a line in an error
@@ -302,9 +302,6 @@ def _custom_id(request: dict[str, Any]) -> str:
         raise InputLineError("missing_custom_id", "custom_id is missing", "custom_id")
     if not isinstance(id, str) or not id:
         message = f"custom_id must be a non-empty string, not {id!r}"
-        raise InputLineError("invalid_custom_id", message, "custom_id")
-    if len(id) > MAX_KEY_LENGTH:
-        message = f"custom_id has {len(id):,} characters; at most {MAX_KEY_LENGTH:,} are allowed"
         raise InputLineError("invalid_custom_id", message, "custom_id")
     return id
 
