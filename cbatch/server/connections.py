@@ -36,15 +36,17 @@ _N_TOLD = 128
 _SURPLUS_S = 1.0
 """Seconds for a header over a connection above the limit, so that a question for health finds room. Our choice."""
 
-_N_FRAMING_PER_BYTE = 2
-"""Bytes of framing allowed per byte of body, besides those of a header: chunks of three bytes on average. Our choice:
+_N_FRAMING, _N_FRAMING_PER_BYTE = 2**17, 2
+"""Bytes of framing allowed, and further ones per byte of body: chunks of three bytes on average. Our choice:
 each chunk is looked at, whoever else waits."""
 
 _N_AHEAD = 2**16
 """Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
 
-_N_HEADER_LINES = 256
-"""Most lines of a header. Our choice: each takes half a microsecond and 130 bytes."""
+_N_HEADER_LINES, _N_HEADER_LINE = 256, 2**13
+"""Most lines of a header, and bytes of one. Our choice, as others have it: thousands of connections may send such
+headers at once, and a line takes half a microsecond, 100 characters of a path that are escaped 20.
+"""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
@@ -69,7 +71,7 @@ class ConnectionLimits:
     """
 
     n_max: int = 4096
-    n_header_bytes: int = 2**16
+    n_header_bytes: int = 2**14
     header_timeout_s: float = 20.0
     send_timeout_s: float = 60.0
 
@@ -145,7 +147,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the answer is sent already, and what comes is dropped."""
         self._ahead = bytearray()
         """What has come and is not read yet."""
-        self._n_header_bytes = self._n_header_lines = self._n_unsent = 0
+        self._n_header_bytes = self._n_header_lines = self._n_line = self._n_unsent = 0
         self._n_body_left = 0
         """Bytes to come of a body whose length was told."""
         self._chunks: Chunks | None = None
@@ -281,21 +283,19 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._chunks.has_ended:
                 self._chunks = None
             return n_bytes
-        end = _EMPTY_LINE.search(self._ahead)
-        n_bytes = len(self._ahead) if end is None else end.end()
+        n_most = len(self._ahead)
         if self._is_between and not self._is_left_over:
-            n_bytes = min(n_bytes, self._limits.n_header_bytes - self._n_header_bytes)
-        return n_bytes
+            n_most = min(n_most, self._limits.n_header_bytes - self._n_header_bytes)
+        end = _EMPTY_LINE.search(self._ahead, 0, n_most)
+        return n_most if end is None else end.end()
 
     def _read(self, data: bytes) -> None:
         before, is_left_over = self.cycle, self._is_left_over
         n_body = 0 if before is None else len(before.body)
-        if self._is_between and not is_left_over:
-            self._n_header_lines += data.count(b"\n")
-            if self._n_header_lines > _N_HEADER_LINES:
-                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-                self._refuse(status, "its header has too many lines")
-                return
+        is_header = self._is_between and not is_left_over
+        if is_header and (why := self._why_too_large(data)):
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, why)
+            return
         super().data_received(data)
         if (cycle := self.cycle) is not before:
             told = dict(cycle.scope["headers"])
@@ -307,7 +307,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._n_body_left -= min(len(data), self._n_body_left)
             n_new = len(cycle.body) - n_body
             self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
-            if self._n_framing > 2 * self._limits.n_header_bytes and not self._is_between:
+            if self._n_framing > _N_FRAMING and not self._is_between:
                 self._refuse(HTTPStatus.BAD_REQUEST, "chunk extensions and trailers are too large")
                 return
         if not self._is_between:
@@ -322,6 +322,18 @@ class GuardedProtocol(HttpToolsProtocol):
             ):
                 status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
                 self._refuse(status, _WHY[status])
+
+    def _why_too_large(self, data: bytes) -> str:
+        """Return why a header with these further bytes is not parsed; "" where it is."""
+        first, *others = map(len, data.split(b"\n"))
+        lengths = [self._n_line + first, *others]
+        self._n_header_lines += len(others)
+        self._n_line = lengths[-1]
+        if self._n_header_lines > _N_HEADER_LINES:
+            return f"its header has more than {_N_HEADER_LINES} lines"
+        if max(lengths) > _N_HEADER_LINE:
+            return f"a line of its header has more than {_N_HEADER_LINE:,} bytes"
+        return ""
 
     def on_headers_complete(self) -> None:
         """Begin a request. The parser adds trailers to the headers later: these are dropped."""
@@ -346,7 +358,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self._header_s, self._end_header)
 
     def _forget_header(self) -> None:
-        self._n_header_bytes = self._n_header_lines = 0
+        self._n_header_bytes = self._n_header_lines = self._n_line = 0
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
