@@ -6,7 +6,7 @@ import re
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta, Struct
@@ -303,7 +303,7 @@ class Query:
     """The fields behind the question mark."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._given = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+        self._given = exchange.query
 
     def text(self, name: str) -> str | None:
         """Return a field; None where it is not said."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
 
 import anyio
 from anyio.lowlevel import RunVar
@@ -50,6 +51,9 @@ _N_SMALL, _N_FEW = 2**16, 2**10
 
 _N_DISCARDED, _DISCARD_S = 2**26, 5.0
 """Most bytes and seconds for reading the rest of a body that is too large, before the answer. Our choice."""
+
+_N_QUERY = 64
+"""Most fields of a query, which is read whoever else waits. Our choice: no endpoint has ten."""
 
 N_PART = 2**14
 """Bytes of an answer's part, which takes a millisecond or so to make. Our choice."""
@@ -226,6 +230,15 @@ class Exchange:
             and sum(part.count(b'"') + part.count(b"[") for part in parts) <= _N_FEW
         )
         return await self.aside(lambda: made(object_of(b"".join(parts))))
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        """The fields behind the question mark. Raises a `HttpProblemError` where there are too many."""
+        said = self.scope["query_string"].decode("latin-1")
+        try:
+            return parse_qs(said, max_num_fields=_N_QUERY)
+        except ValueError:
+            raise bad_request(f"the query has more than {_N_QUERY} fields") from None
 
     @property
     def _is_from_browser(self) -> bool:

@@ -9,7 +9,6 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qs
 
 import cbatch
 from cbatch.errors import CBatchError, PromptError
@@ -361,8 +360,7 @@ async def slots(desk: Desk, exchange: Exchange) -> None:
 
 def _needs_one(exchange: Exchange) -> bool:
     """Return whether the client wants an error where no slot is free."""
-    asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-    return asked.get("fail_on_no_slot", ["0"])[-1] not in ("0", "false")
+    return exchange.query.get("fail_on_no_slot", ["0"])[-1] not in ("0", "false")
 
 
 def _as_json(slot: SlotState, n_window: int) -> dict[str, Any]:

@@ -203,6 +203,8 @@ def test_files_are_listed_by_pages(kept: Starlette) -> None:
     assert call(kept, "/v1/files?purpose=batch_output").json()["data"] == []
     assert error_of(call(kept, "/v1/files?order=up"), 400)["param"] == "order"
     error_of(call(kept, "/v1/files?after=nobody"), 404)
+    assert call(kept, "/v1/files?" + "a=b&" * 63).status_code == 200
+    assert "64 fields" in error_of(call(kept, "/v1/files?" + "a=b&" * 64), 400)["message"]
 
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
