@@ -8,6 +8,8 @@ import re
 import struct
 import sys
 import termios
+import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,6 +26,7 @@ from cbatch.support.logs import Log
 if TYPE_CHECKING:
     import socket
     import ssl
+    from collections.abc import Callable
 
 _log = Log("cbatch.server")
 
@@ -47,6 +50,12 @@ _N_HEADER_LINES, _N_HEADER_LINE = 256, 2**13
 """Most lines of a header, and bytes of one. Our choice, as others have it: thousands of connections may send such
 headers at once, and a line takes half a microsecond, 100 characters of a path that are escaped 20.
 """
+
+_SLICE_S = 0.01
+"""Seconds of a loop's round in which requests are read. Our choice: a stream's pause that nobody sees."""
+
+_N_LARGE = 2**12
+"""Bytes of what has come from which on it is read behind what is smaller. Our choice."""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
@@ -74,6 +83,36 @@ class ConnectionLimits:
     n_header_bytes: int = 2**14
     header_timeout_s: float = 20.0
     send_timeout_s: float = 60.0
+
+
+class Turns:
+    """Has connections read what has come in slices of a loop's time: streams and others' small requests go between."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queues: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
+        """Of small requests, and of large ones, the oldest first."""
+        self._is_due = False
+
+    def ask(self, read: Callable[[], None], *, is_large: bool) -> None:
+        """Have something called in its turn, in the event loop that runs."""
+        self._queues[is_large].append(read)
+        self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_due = False
+        ends_s = self._clock() + _SLICE_S
+        try:
+            while (queue := self._queues[0] or self._queues[1]) and self._clock() < ends_s:
+                queue.popleft()()
+        finally:
+            if any(self._queues):
+                self._go_on_soon()
 
 
 class _Flow(FlowControl):
@@ -133,12 +172,18 @@ class GuardedProtocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, **given: Any
+        self,
+        limits: ConnectionLimits,
+        turns: Turns,
+        tls: ssl.SSLContext | None = None,
+        **given: Any,
     ) -> None:
-        """Make one of limits, of a certificate for TLS, and of what uvicorn gives to its own."""
+        """Make one of limits, of turns, of a certificate for TLS, and of what uvicorn gives to its own."""
         super().__init__(**given)
         self.parser = PlainRequestParser(self)
-        self._limits = limits
+        self._limits, self._turns = limits, turns
+        self._has_turn = False
+        """Whether what has come will be read."""
         self._tls = tls
         self._handshake: asyncio.Task[None] | None = None
         """Set until TLS has begun."""
@@ -254,10 +299,18 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---- what comes in ----
 
     def data_received(self, data: bytes) -> None:
-        """Read on, up to the end of a request; a header that is too long or takes too long is refused."""
+        """Read on in turn, up to the end of a request; a header that is too long or takes too long is refused."""
         if self._is_unheard:
             return
         self._ahead += data
+        if len(self._ahead) >= _N_AHEAD:
+            self.flow.pause_reading()
+        if not self._has_turn:
+            self._has_turn = True
+            self._turns.ask(self._take_turn, is_large=len(self._ahead) > _N_LARGE)
+
+    def _take_turn(self) -> None:
+        self._has_turn = False
         self._read_ahead()
 
     def _read_ahead(self) -> None:

@@ -17,7 +17,7 @@ import uvicorn
 
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError
 from cbatch.server.batches import CLOSE_S
-from cbatch.server.connections import ConnectionLimits, GuardedProtocol
+from cbatch.server.connections import ConnectionLimits, GuardedProtocol, Turns
 from cbatch.server.desk import keep_asking
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.support.checks import readable
@@ -196,7 +196,7 @@ def _give_up(front: Front) -> None:
 
 def config_of(app: Front, tls: ssl.SSLContext | None, limits: ConnectionLimits) -> uvicorn.Config:
     """Return what uvicorn is told."""
-    guarded: Any = partial(GuardedProtocol, limits, tls)
+    guarded: Any = partial(GuardedProtocol, limits, Turns(), tls)
     return uvicorn.Config(
         app,
         http=guarded,

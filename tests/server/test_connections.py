@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 from contextlib import closing, suppress
+from functools import partial
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from cbatch.bench.experiments.http_load import heard, request
 from cbatch.bench.server_process import n_open_files
 from cbatch.errors import ConfigError
 from cbatch.server import create_app
+from cbatch.server.connections import Turns
 from cbatch.server.serving import limits_for
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import (
@@ -354,6 +356,31 @@ def test_large_header_is_refused(is_ended: bool) -> None:
             got = rest_of(large)
     assert got.status == 431
     assert "too large" in error_in(got)["message"]
+
+
+def test_requests_are_read_in_slices_of_a_round_and_small_ones_first() -> None:
+    now, done = 0.0, list[str]()
+    turns = Turns(lambda: now)
+
+    def read(name: str, more: str = "") -> None:
+        nonlocal now
+        now += 0.004
+        done.append(name)
+        if more:
+            turns.ask(partial(read, more), is_large=False)
+        if name == "broken":
+            raise RuntimeError(name)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        for name, more in (("a", "b"), ("broken", ""), ("c", ""), ("d", ""), ("e", "")):
+            turns.ask(partial(read, name, more), is_large=True)
+        for n_done in (3, 6, 6):
+            await asyncio.sleep(0)
+            assert len(done) == n_done
+
+    asyncio.run(main())
+    assert done == ["a", "b", "broken", "c", "d", "e"]
 
 
 HEADERS = (
