@@ -329,8 +329,8 @@ class BatchStore:
         if now < self._first_expiry:
             return False
         query = f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ? LIMIT {_N_REMOVED}"
-        rows = self._rows(query, now)
-        self._remove(*(StoredFile(*row) for row in rows))
+        if rows := self._rows(query, now):  # else another thread has removed them
+            self._remove(*(StoredFile(*row) for row in rows))
         with self._lock:
             self._first_expiry = self._find_first_expiry()
         return bool(rows)
