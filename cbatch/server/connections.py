@@ -324,8 +324,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._ahead.clear()
         elif len(self._ahead) >= _N_AHEAD:
             self.flow.pause_reading()
-        elif self._is_between or self._is_whole:
-            self.flow.resume_reading()  # else nobody would see its client leave
+        elif self._is_between or self._is_whole or not self.cycle.body:
+            self.flow.resume_reading()  # else nobody would see its client leave, or the body go on
 
     def _n_readable(self) -> int:
         """Return how many bytes hold no beginning of a request behind the end of another."""

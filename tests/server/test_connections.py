@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import threading
 from contextlib import closing, suppress
 from functools import partial
 from http.client import HTTPConnection
@@ -454,6 +455,29 @@ def test_request_that_arrives_with_the_rest_of_a_refused_body_is_answered() -> N
         loop = server.server.servers[0].get_loop()
         loop.call_soon_threadsafe(protocol.data_received, rest)
         assert rest_of(one).status == 200
+
+
+@pytest.mark.real
+def test_body_goes_on_behind_much_framing_that_came_at_once() -> None:
+    with (
+        fake_app() as app,
+        running(app) as server,
+        connected(server, HEAD + b"\r\n") as one,
+    ):
+        connections: set[Any] = server.server.server_state.connections
+        wait_until(lambda: any(each.cycle is not None for each in connections))
+        protocol, has_come = next(iter(connections)), threading.Event()
+
+        def come() -> None:
+            protocol.data_received(b"2;" + b"x" * 100_000)
+            loop.call_soon(has_come.set)
+
+        loop = server.server.servers[0].get_loop()
+        loop.call_soon_threadsafe(come)
+        wait_until(has_come.is_set)
+        one.sendall(b"\r\n{}\r\n0\r\n\r\n")
+        got = heard(answer_on(one))
+        assert (got.status, b"prompt is missing" in got.data) == (400, True)
 
 
 # ---- too many, and clients that do not read ----
