@@ -51,11 +51,11 @@ _N_HEADER_LINES, _N_HEADER_LINE = 256, 2**13
 headers at once, and a line takes half a microsecond, 100 characters of a path that are escaped 20.
 """
 
-_SLICE_S = 0.01
-"""Seconds of a loop's round in which requests are read. Our choice: a stream's pause that nobody sees."""
+_SLICE_S = 0.005
+"""Seconds of a loop's round for reading requests of each queue. Our choice: a stream's pause that nobody sees."""
 
-_N_LARGE = 2**12
-"""Bytes of what has come from which on it is read behind what is smaller. Our choice."""
+_N_SMALL = 2**12
+"""Most bytes of a small request. Our choice."""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
@@ -86,17 +86,19 @@ class ConnectionLimits:
 
 
 class Turns:
-    """Has connections read what has come in slices of a loop's time: streams and others' small requests go between."""
+    """Has connections read what has come in slices of a loop's time: streams go between.
+
+    Large requests, and those behind others of their connection, have a queue of their own: no others wait for them.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queues: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
-        """Of small requests, and of large ones, the oldest first."""
         self._is_due = False
 
-    def ask(self, read: Callable[[], None], *, is_large: bool) -> None:
-        """Have something called in its turn, in the event loop that runs."""
-        self._queues[is_large].append(read)
+    def ask(self, read: Callable[[], None], *, may_wait: bool) -> None:
+        """Have something called in its turn, in the event loop that runs, in the queue of those that `may_wait`."""
+        self._queues[may_wait].append(read)
         self._go_on_soon()
 
     def _go_on_soon(self) -> None:
@@ -106,10 +108,11 @@ class Turns:
 
     def _go_on(self) -> None:
         self._is_due = False
-        ends_s = self._clock() + _SLICE_S
         try:
-            while (queue := self._queues[0] or self._queues[1]) and self._clock() < ends_s:
-                queue.popleft()()
+            for queue in self._queues:
+                ends_s = self._clock() + _SLICE_S
+                while queue and self._clock() < ends_s:
+                    queue.popleft()()
         finally:
             if any(self._queues):
                 self._go_on_soon()
@@ -305,9 +308,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._ahead += data
         if len(self._ahead) >= _N_AHEAD:
             self.flow.pause_reading()
+        self._await_turn(may_wait=len(self._ahead) > _N_SMALL)
+
+    def _await_turn(self, *, may_wait: bool) -> None:
         if not self._has_turn:
             self._has_turn = True
-            self._turns.ask(self._take_turn, is_large=len(self._ahead) > _N_LARGE)
+            self._turns.ask(self._take_turn, may_wait=may_wait)
 
     def _take_turn(self) -> None:
         self._has_turn = False
@@ -456,7 +462,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on to the next request; the last bytes wait for their client as all others."""
         super().on_response_complete()
-        self._read_ahead()
+        if self._ahead:
+            self._await_turn(may_wait=True)
         self._watch_rest()
 
     def _watch_rest(self) -> None:

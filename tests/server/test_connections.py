@@ -40,6 +40,7 @@ from tests.server.clients import (
 from tests.server.kept import begun, ended, kept_app, line, lines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.bench.experiments.http_load import Heard
@@ -359,29 +360,45 @@ def test_large_header_is_refused(is_ended: bool) -> None:
     assert "too large" in error_in(got)["message"]
 
 
-def test_requests_are_read_in_slices_of_a_round_and_small_ones_first() -> None:
+def test_requests_are_read_in_slices_of_a_round_by_size() -> None:
     now, done = 0.0, list[str]()
     turns = Turns(lambda: now)
 
-    def read(name: str, more: str = "") -> None:
+    def read(name: str, *more: str) -> None:
         nonlocal now
-        now += 0.004
+        now += 0.002
         done.append(name)
         if more:
-            turns.ask(partial(read, more), is_large=False)
+            turns.ask(partial(read, *more), may_wait=False)
         if name == "broken":
             raise RuntimeError(name)
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        for name, more in (("a", "b"), ("broken", ""), ("c", ""), ("d", ""), ("e", "")):
-            turns.ask(partial(read, name, more), is_large=True)
-        for n_done in (3, 6, 6):
+        for name in ("A", "B", "C", "broken", "D"):
+            turns.ask(partial(read, name), may_wait=True)
+        turns.ask(partial(read, *"abcdefg"), may_wait=False)
+        for n_done in (6, 10, 12, 12):
             await asyncio.sleep(0)
             assert len(done) == n_done
 
     asyncio.run(main())
-    assert done == ["a", "b", "broken", "c", "d", "e"]
+    assert done == [*"abcABCdef", "broken", "g", "D"]
+
+
+@pytest.mark.real
+def test_request_behind_another_takes_a_turn_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ask = list[bool](), Turns.ask
+
+    def recorded(turns: Turns, read: Callable[[], None], *, may_wait: bool) -> None:
+        asked.append(may_wait)
+        ask(turns, read, may_wait=may_wait)
+
+    monkeypatch.setattr(Turns, "ask", recorded)
+    sent = PIPELINED * 5 + INNER
+    with fake_app() as app, running(app) as server, connected(server, sent) as one:
+        assert rest_of(one).data.count(b"HTTP/1.1 200") == 6
+    assert asked == [False] + [True] * 5
 
 
 HEADERS = (
