@@ -360,30 +360,28 @@ def test_large_header_is_refused(is_ended: bool) -> None:
     assert "too large" in error_in(got)["message"]
 
 
-def test_requests_are_read_in_slices_of_a_round_by_size() -> None:
-    now, done = 0.0, list[str]()
-    turns = Turns(lambda: now)
+def test_a_round_of_the_loop_reads_a_few_small_and_a_few_large_requests() -> None:
+    turns, rounds = Turns(), [list[str]()]
 
-    def read(name: str, *more: str) -> None:
-        nonlocal now
-        now += 0.002
-        done.append(name)
-        if more:
-            turns.ask(partial(read, *more), may_wait=False)
+    def read(name: str) -> None:
+        rounds[-1].append(name)
+        if name == "a":  # read on when it is answered
+            turns.ask(partial(read, "i"), may_wait=False)
         if name == "broken":
             raise RuntimeError(name)
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        for name in ("A", "B", "C", "broken", "D"):
+        for name in ("A", "B", "C", "D", "E", "broken", "F", "G"):
             turns.ask(partial(read, name), may_wait=True)
-        turns.ask(partial(read, *"abcdefg"), may_wait=False)
-        for n_done in (6, 10, 12, 12):
+        for name in "abcdefgh":
+            turns.ask(partial(read, name), may_wait=False)
+        while len(rounds) < 5:
             await asyncio.sleep(0)
-            assert len(done) == n_done
+            rounds.append([])
 
     asyncio.run(main())
-    assert done == [*"abcABCdef", "broken", "g", "D"]
+    assert rounds == [[*"abcdABCD"], [*"efghE", "broken"], [*"iFG"], [], []]
 
 
 @pytest.mark.real
