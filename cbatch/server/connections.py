@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 import termios
+from bisect import bisect
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,13 +51,16 @@ _N_HEADER_LINES, _N_HEADER_LINE = 256, 2**13
 headers at once, and a line takes half a microsecond, 100 characters of a path that are escaped 20.
 """
 
+_SIZES = (2**12, 2**16)
+"""Bytes above which a request waits with larger ones only. Our choice."""
+
+_BEHIND = len(_SIZES) + 1
+"""The queue of requests that their clients sent before the answer to another."""
+
 _N_A_ROUND = 4
-"""Requests of each queue that are read in a round of the loop. Our choice: what they cause is done in rounds too, in up
+"""Times that each queue is read in a round of the loop. Our choice: what a request causes is done in rounds too, in up
 to some ms for each, and a round costs a tenth of what a small request does.
 """
-
-_N_SMALL = 2**12
-"""Most bytes of a small request. Our choice."""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
@@ -89,16 +93,17 @@ class ConnectionLimits:
 class Turns:
     """Has connections read what has come, some in each round of the loop: streams and other work go between.
 
-    Large requests, and those behind others of their connection, have a queue of their own: no others wait for them.
+    Large requests, and those behind others of their connection, have queues of their own: no others wait for them.
     """
 
     def __init__(self) -> None:
-        self._queues: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
+        self._queues: tuple[deque[Callable[[], None]], ...]
+        self._queues = tuple(deque() for _ in range(_BEHIND + 1))
         self._is_due = False
 
-    def ask(self, read: Callable[[], None], *, may_wait: bool) -> None:
-        """Have something called in its turn, in the event loop that runs, in the queue of those that `may_wait`."""
-        self._queues[may_wait].append(read)
+    def ask(self, read: Callable[[], None], queue: int) -> None:
+        """Have something called in its turn of a queue, in the event loop that runs."""
+        self._queues[queue].append(read)
         self._go_on_soon()
 
     def _go_on_soon(self) -> None:
@@ -194,6 +199,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the answer is sent already, and what comes is dropped."""
         self._ahead = bytearray()
         """What has come and is not read yet."""
+        self._n_read = 0
+        """Bytes read of the request that is not answered yet."""
         self._n_header_bytes = self._n_header_lines = self._n_line = self._n_unsent = 0
         self._n_body_left = 0
         """Bytes to come of a body whose length was told."""
@@ -307,12 +314,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._ahead += data
         if len(self._ahead) >= _N_AHEAD:
             self.flow.pause_reading()
-        self._await_turn(may_wait=len(self._ahead) > _N_SMALL)
+        self._await_turn(bisect(_SIZES, self._n_read + len(self._ahead)))
 
-    def _await_turn(self, *, may_wait: bool) -> None:
+    def _await_turn(self, queue: int) -> None:
         if not self._has_turn:
             self._has_turn = True
-            self._turns.ask(self._take_turn, may_wait=may_wait)
+            self._turns.ask(self._take_turn, queue)
 
     def _take_turn(self) -> None:
         self._has_turn = False
@@ -348,6 +355,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return n_most if end is None else end.end()
 
     def _read(self, data: bytes) -> None:
+        self._n_read += len(data)
         before, is_left_over = self.cycle, self._is_left_over
         n_body = 0 if before is None else len(before.body)
         is_header = self._is_between and not is_left_over
@@ -429,7 +437,9 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if not self._is_between or self.transport.is_closing():
             return
-        if self._n_header_bytes:
+        if self._has_turn:  # the server is late, not the client
+            self._await_header()
+        elif self._n_header_bytes:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "its header did not arrive in time")
         else:
             self.transport.close()
@@ -461,8 +471,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on to the next request; the last bytes wait for their client as all others."""
         super().on_response_complete()
+        self._n_read = 0
         if self._ahead:
-            self._await_turn(may_wait=True)
+            self._await_turn(_BEHIND)
         self._watch_rest()
 
     def _watch_rest(self) -> None:

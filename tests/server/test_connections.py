@@ -360,43 +360,80 @@ def test_large_header_is_refused(is_ended: bool) -> None:
     assert "too large" in error_in(got)["message"]
 
 
-def test_a_round_of_the_loop_reads_a_few_small_and_a_few_large_requests() -> None:
+def test_a_round_of_the_loop_reads_a_few_requests_of_each_size() -> None:
     turns, rounds = Turns(), [list[str]()]
 
     def read(name: str) -> None:
         rounds[-1].append(name)
-        if name == "a":  # read on when it is answered
-            turns.ask(partial(read, "i"), may_wait=False)
+        if name == "a":  # there is more to read
+            turns.ask(partial(read, "i"), 0)
         if name == "broken":
             raise RuntimeError(name)
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         for name in ("A", "B", "C", "D", "E", "broken", "F", "G"):
-            turns.ask(partial(read, name), may_wait=True)
+            turns.ask(partial(read, name), 1)
         for name in "abcdefgh":
-            turns.ask(partial(read, name), may_wait=False)
+            turns.ask(partial(read, name), 0)
+        turns.ask(partial(read, "1"), 2)
         while len(rounds) < 5:
             await asyncio.sleep(0)
             rounds.append([])
 
     asyncio.run(main())
-    assert rounds == [[*"abcdABCD"], [*"efghE", "broken"], [*"iFG"], [], []]
+    assert rounds == [[*"abcdABCD1"], [*"efghE", "broken"], [*"iFG"], [], []]
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queues in which what came over connections has waited."""
+    queues, ask = list[int](), Turns.ask
+
+    def recorded(turns: Turns, read: Callable[[], None], queue: int) -> None:
+        queues.append(queue)
+        ask(turns, read, queue)
+
+    monkeypatch.setattr(Turns, "ask", recorded)
+    return queues
 
 
 @pytest.mark.real
-def test_request_behind_another_takes_a_turn_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, ask = list[bool](), Turns.ask
-
-    def recorded(turns: Turns, read: Callable[[], None], *, may_wait: bool) -> None:
-        asked.append(may_wait)
-        ask(turns, read, may_wait=may_wait)
-
-    monkeypatch.setattr(Turns, "ask", recorded)
+def test_request_behind_another_waits_with_such_requests_only(queues: list[int]) -> None:
     sent = PIPELINED * 5 + INNER
     with fake_app() as app, running(app) as server, connected(server, sent) as one:
         assert rest_of(one).data.count(b"HTTP/1.1 200") == 6
-    assert asked == [False] + [True] * 5
+    assert queues == [0] + [3] * 5
+
+
+@pytest.mark.real
+def test_end_of_a_large_request_waits_with_large_ones(queues: list[int]) -> None:
+    sent = request(CHAT, {**ASKED, "user": "x" * 5000})
+    with fake_app() as app, running(app) as server, connected(server, KEPT_OPEN) as one:
+        assert heard(answer_on(one)).status == 200
+        one.sendall(sent[:-1])
+        wait_until(lambda: len(queues) > 1)
+        one.sendall(sent[-1:])
+        assert rest_of(one).status == 200
+    assert queues[0] == 0
+    assert queues[-1] == 1
+
+
+@pytest.mark.real
+def test_header_that_waits_for_the_server_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, ask = list[Any](), Turns.ask
+    monkeypatch.setattr(Turns, "ask", lambda _, read, __: waiting.append(read))
+    with (
+        fake_app() as app,
+        running(app, header_timeout_s=HEADER_S / 10) as server,
+        connected(server, PIPELINED + INNER) as one,
+        connected(server) as idle,
+    ):
+        assert rest_of(idle).data == b""
+        monkeypatch.setattr(Turns, "ask", ask)
+        (protocol,) = opened_at(server)
+        protocol.loop.call_soon_threadsafe(waiting.pop())
+        assert rest_of(one).data.count(b"HTTP/1.1 200") == 2
 
 
 HEADERS = (
