@@ -57,9 +57,9 @@ _SIZES = (2**12, 2**16)
 _BEHIND = len(_SIZES) + 1
 """The queue of requests that their clients sent before the answer to another."""
 
-_N_A_ROUND = 4
+_N_A_ROUND = (4, 1, 1, 1)
 """Times that each queue is read in a round of the loop. Our choice: what a request causes is done in rounds too, in up
-to some ms for each, and a round costs a tenth of what a small request does.
+to 14 ms for each, and a round costs a tenth of what a small request does.
 """
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
@@ -114,8 +114,8 @@ class Turns:
     def _go_on(self) -> None:
         self._is_due = False
         try:
-            for queue in self._queues:
-                for _ in range(min(_N_A_ROUND, len(queue))):
+            for queue, n_most in zip(self._queues, _N_A_ROUND, strict=True):
+                for _ in range(min(n_most, len(queue))):
                     queue.popleft()()
         finally:
             if any(self._queues):
