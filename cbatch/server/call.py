@@ -247,7 +247,10 @@ class Answering:
         self._name_ignored()
         call.check_size(desk.settings.max_choices)
         with desk.visit(call.n_sequences, sizes.n_slots, self._exchange.held) as visit:
-            await self._answer(visit, sizes.n_slots)
+            try:
+                await self._answer(visit, sizes.n_slots)
+            finally:
+                self._encoder = None  # its results are large, and a cancelled task keeps `self`
 
     def _name_ignored(self) -> None:
         """Name fields that are ignored, in the answer's header and in the log."""

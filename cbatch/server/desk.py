@@ -368,6 +368,7 @@ class Desk:
             with self.answers.held(visit.end, lambda: not visit.n_open, free) as visit.held:
                 yield visit
         finally:
+            visit.response = visit.held = None  # what is held refers to the visit
             del self._visits[id(visit)]
             self.n_in_flight -= n_sequences
             self._reserve(visit, 0)

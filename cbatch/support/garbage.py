@@ -10,11 +10,16 @@ from contextlib import contextmanager
 
 from cbatch.support.interrupts import Postponed
 
+_N_OLD = 2**17
+"""Least objects made old, as many as may be garbage, before old garbage is collected. Our choice: some 10 MB."""
+
 
 class _Blocks:
     """The blocks of all threads in which nothing is collected."""
 
     def __init__(self) -> None:
+        self._n_old, self._n_old_most = 0, _N_OLD
+        """Objects made old since old garbage was collected, and from how many on it is collected again."""
         self._lock = threading.RLock()  # reentrant: a handler of a signal may begin a block, too
         self._n = 0
         self._was_enabled = False
@@ -26,10 +31,20 @@ class _Blocks:
             gc.enable()
         self._lock, self._n = threading.RLock(), 0
 
-    def collect_young(self) -> None:
-        """Collect young garbage, which must not become old, before an outermost block."""
-        if not self._n and gc.isenabled():
+    def collect(self) -> None:
+        """Collect young garbage, which must not become old, before an outermost block.
+
+        Old garbage too, where a third of all objects may be some: making objects old keeps Python from doing so itself.
+        """
+        if self._n or not gc.isenabled():
+            return
+        if self._n_old < self._n_old_most or gc.get_freeze_count():
             gc.collect(1)
+            return
+        gc.collect()
+        gc.freeze()
+        self._n_old, self._n_old_most = 0, max(_N_OLD, gc.get_freeze_count() // 2)
+        gc.unfreeze()
 
     def begin(self) -> None:
         with self._lock:
@@ -44,6 +59,7 @@ class _Blocks:
             if self._n or not self._was_enabled:
                 return
             if makes_old and not gc.get_freeze_count():  # what a program keeps frozen stays so
+                self._n_old += gc.get_count()[0]
                 gc.freeze()
                 gc.unfreeze()  # to the oldest generation, without a visit
             gc.enable()
@@ -70,7 +86,7 @@ def uncollected() -> Iterator[None]:
     of several threads may overlap.
     """
     with Postponed():
-        _blocks.collect_young()
+        _blocks.collect()
         _blocks.begin()
         try:
             yield

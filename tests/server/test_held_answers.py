@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
-from cbatch import Engine
+from cbatch import BatchResult, Engine
+from cbatch.backend.fake import FakeBackend
 from cbatch.server.held_answers import HeldAnswer, HeldAnswers
 from cbatch.server.http_errors import HttpProblemError
 from tests.runtime.backends import GatedBackend
@@ -89,6 +91,30 @@ def test_call_waits_for_no_reader_of_an_answer(make: Callable[..., Engine], stre
     engine = make(GatedBackend(4, 256))
     with fake_app(engine=engine, max_answers_mib=4) as app:
         assert anyio.run(main, app) == 200
+
+
+@pytest.mark.parametrize("make", [Engine, engine_over])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_answer_is_freed_without_the_collector(
+    make: Callable[..., Engine], stream: bool, leaves: bool
+) -> None:
+    async def main(app: Starlette) -> None:
+        client = (Deaf if leaves else Client)(CHAT, {**LARGE, "stream": stream})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.ask, app)
+            await until(lambda: bool(client.sent))
+            if leaves:
+                client.left.set()
+        await until(lambda: not any(isinstance(one, BatchResult) for one in gc.get_objects()))
+
+    with fake_app(engine=make(FakeBackend(4, 256))) as app:
+        gc.collect()
+        gc.disable()
+        try:
+            anyio.run(main, app)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("n_characters", [10_000, 30_000])

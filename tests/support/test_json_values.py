@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -171,6 +172,21 @@ def test_line_is_read_without_looks_for_garbage(looks: list[int]) -> None:
     assert (wrong, looks) == (None, [1])  # of what was young before
     assert not is_young(value["x"])
     assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("looks")
+def test_garbage_that_became_old_is_collected() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
+    for _ in range(20):
+        with uncollected():
+            made = [Cycle() for _ in range(20_000)]
+            alive.update(made)
+        del made
+    assert len(alive) < 300_000
 
 
 def test_blocks_overlap() -> None:
