@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -77,8 +78,8 @@ With the pauses of `BACK_OFF_S`, about a minute and the time of the starts: long
 """
 
 N_ENTERING_MAX = 64
-"""Messages with requests that a worker has not answered, from which on feeds wait: what others ask of it stands behind
-these. Our choice: about ten milliseconds of its time."""
+"""Sequences of requests that a worker has not answered, from which on others wait here: what is asked of it stands
+behind these. Our choice: about ten milliseconds of its time."""
 
 _N_PORTION = 1024
 """Requests of one call that are given to workers at once, in about 20 ms; the lock is free between. Our choice."""
@@ -135,6 +136,8 @@ class Pool:
         self._owner, self._can_replace = owner, can_replace
         self.held: dict[Asked, None] = {}
         """Requests that wait for a worker, the oldest first."""
+        self.late: OrderedDict[Asked, None] = OrderedDict()
+        """Those that wait until workers have answered others, the oldest first: ended here, they cost these nothing."""
         self._lock = RequestsLock(self._flush)
         self.routing = Routing()
         self._changed = Sleepers()
@@ -191,7 +194,7 @@ class Pool:
                 self._send_held()
         now = time.perf_counter()
         with self.lock():
-            late = [asked for asked in self.held if asked.deadline_s <= now]
+            late = [a for a in (*self.held, *self.late) if a.deadline_s <= now]
         for asked in late:
             self._cut_off(asked, DeadlineError(now - asked.submitted_s))
 
@@ -273,7 +276,7 @@ class Pool:
             total.add(stats)
         most = total.n_active_max - self.lost.n_active_max
         total.n_active_max = max(most, self.lost.n_active_max)
-        total.n_waiting += len(self.held)
+        total.n_waiting += len(self.held) + len(self.late)
         return total
 
     def forget_stats(self) -> None:
@@ -373,7 +376,7 @@ class Pool:
             with self.lock():
                 check_own([asked.id for asked in some], self.requests)
                 self.requests.update((asked.id, asked) for asked in some)
-                self.held.update(dict.fromkeys(some))
+                (self.held if is_awaited else self.late).update(dict.fromkeys(some))
                 for asked in some:
                     asked.is_awaited = is_awaited
                 self._send_held()
@@ -446,11 +449,17 @@ class Pool:
         if asked.worker is not None:
             asked.worker.requests.pop(asked.id, None)
         self.held.pop(asked, None)
+        self.late.pop(asked, None)
 
     # ---- to the workers ----
 
     def _send_held(self) -> None:
         """Send the requests that wait to workers that take them. With the lock."""
+        n_late = N_ENTERING_MAX
+        while self.late and n_late > 0 and self._has_entry():
+            asked, _ = self.late.popitem(last=False)
+            n_late -= asked.n_sequences
+            self.held[asked] = None
         if not self.held:
             return
         waiting, self.held = self.held, {}
@@ -495,7 +504,7 @@ class Pool:
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
         for group, message in in_messages(some, time.perf_counter()):
-            connection.n_entering += 1
+            connection.n_entering += sum(asked.n_sequences for asked in group)
             reply = connection.ask(message, then=partial(self._entered, connection, group))
             for asked in group:
                 asked.reply = reply
@@ -506,8 +515,11 @@ class Pool:
     def _entered(self, connection: Connection, group: Sequence[Asked], reply: Reply) -> None:
         """End requests that a worker has refused, where nobody waits for its answer."""
         with self.lock():
-            connection.n_entering -= 1
-        if connection.n_entering <= N_ENTERING_MAX // 2:
+            connection.n_entering -= sum(asked.n_sequences for asked in group)
+            has_entry = connection.n_entering <= N_ENTERING_MAX // 2
+            if has_entry and self.late:
+                self._send_held()
+        if has_entry:
             self._entrance.wake()
         error = reply.error
         if error is None or isinstance(error, WorkerDiedError):
@@ -750,7 +762,7 @@ class Pool:
         if self._n_failed >= N_FAILED_MAX * len(self._replicas):
             self._refusal = ModelLoadError(f"no worker can be started: {words_of(error)}")
             self._refusal.__cause__ = error
-            for asked in [*self.held]:
+            for asked in [*self.held, *self.late]:
                 self._cut_off(asked, self._refusal)
         self._changed.wake()
         return True

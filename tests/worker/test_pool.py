@@ -17,14 +17,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.engine import Engine
+from cbatch.engine import Engine, run_soon
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, EngineClosedError, EngineError, WorkerDiedError
 from cbatch.options import RunOptions
 from cbatch.runtime.ids import RequestId, check_own
 from cbatch.runtime.in_flight import InFlight
+from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.client import Workers
-from cbatch.worker.pool import read_texts
+from cbatch.worker.pool import N_ENTERING_MAX, read_texts
 from cbatch.worker.protocol_commands import TakeBack
 from cbatch.worker.replica import N_STOPPED_MAX
 from tests.places import can_all, expected, item, text_of, wait_until
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.runtime.interface import Submission
 
 OPTIONS = {"temperature": 0, "ignore_eos": True, "seed": 1, "max_tokens": 6}
 COMMON = text_of(128)
@@ -669,3 +672,46 @@ def test_every_request_ends_once_as_in_an_engine_alone(
                 [more] = all_results(engine.extend(result, 2))
                 assert more.token_ids[: len(result.token_ids)] == result.token_ids
         check_empty(engine)
+
+
+def test_requests_given_up_before_a_worker_has_them_cost_it_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, n_entered, enter = threading.Event(), list[int](), LocalRuntime.enter
+
+    def late(runtime: LocalRuntime, submission: Submission) -> Any:
+        gate.wait(PATIENCE_S)
+        n_entered.append(len(submission.prompts))
+        return enter(runtime, submission)
+
+    def ask(engine: Engine, i: int, **more: Any) -> BatchResponse:
+        found = run_soon(
+            engine, item([i + 1], f"r{i}"), RunOptions.of({**OPTIONS, **more}), streamed=False
+        )
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(LocalRuntime, "enter", late)
+    with engine_over(FakeBackend(2, 64)) as engine:
+        some = [ask(engine, i, n=8) for i in range(100)]
+        assert len(runtime_of(engine).pool.late) == 100 - N_ENTERING_MAX // 8
+        last = ask(engine, 100)
+        runtime_of(engine).cancel_soon([f"r{i}" for i in range(100)])
+        gate.set()
+        (result,) = last
+        assert result.finish_reason == "length"
+        assert {r.finish_reason for response in some for r in response} == {"cancelled"}
+    assert sum(n_entered) == N_ENTERING_MAX // 8 + 1
+
+
+def test_requests_that_wait_for_others_to_enter_all_run() -> None:
+    with engine_over(FakeBackend(2, 64), FakeBackend(2, 64)) as engine:
+        some = [
+            run_soon(engine, item([i % 50 + 1], f"r{i}"), RunOptions.of(OPTIONS), streamed=False)
+            for i in range(1000)
+        ]
+        results = [result for response in some if response is not None for result in response]
+        pool = runtime_of(engine).pool
+        assert [r.finish_reason for r in results] == ["length"] * 1000
+        assert not pool.late
+        wait_until(lambda: not any(worker.n_entering for worker in pool.ready))
