@@ -145,21 +145,26 @@ class Chunks:
         self._n_left = 0  # bytes of the chunk, with its line end
         self._line = b""  # the beginning of a line
         self._is_last = self.has_ended = False
+        self.n_framing = 0
+        """Bytes of framing, less those that the body allows."""
 
-    def end(self, data: bytearray) -> int:
-        """Return how many of the next bytes belong to the body; all where it does not end in them, or is broken."""
-        at = 0
-        while at < len(data):
+    def end(self, data: bytearray, n_most: int) -> int:
+        """Return how many of the next bytes belong to the body: at most `n_most`, where it ends later or is broken."""
+        at, n_all = 0, min(len(data), n_most)
+        while at < n_all:
             if self._n_left:
-                n_bytes = min(self._n_left, len(data) - at)
+                n_bytes = min(self._n_left, n_all - at)
                 self._n_left -= n_bytes
+                self.n_framing -= _N_FRAMING_PER_BYTE * n_bytes
                 at += n_bytes
                 continue
-            i_end = data.find(b"\n", at)
+            i_end = data.find(b"\n", at, n_all)
             if i_end < 0:
-                self._line += data[at:]
+                self.n_framing += n_all - at
+                self._line += data[at:n_all]
                 break
             line, self._line = self._line + data[at:i_end], b""
+            self.n_framing += i_end + 1 - at
             at = i_end + 1
             if self._is_last:
                 if not line.strip():
@@ -168,10 +173,11 @@ class Chunks:
             elif size := _CHUNK_SIZE.match(line):
                 n_bytes = int(size[0], 16)
                 self._n_left = n_bytes + len(b"\r\n") if n_bytes else 0
+                self.n_framing += (1 + _N_FRAMING_PER_BYTE) * len(b"\r\n") if n_bytes else 0
                 self._is_last = not n_bytes
             else:
                 break
-        return len(data)
+        return n_all
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -283,7 +289,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.transport.write(_whole(crowded()))
         if may_read and self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has left
+                self.transport.write_eof()
         else:
             self.transport.close()
 
@@ -337,6 +344,9 @@ class GuardedProtocol(HttpToolsProtocol):
             data = bytes(self._ahead[:n_bytes])
             del self._ahead[:n_bytes]
             self._read(data)
+            if self._chunks is not None and n_bytes >= _N_AHEAD:  # many chunks take long
+                self._await_turn(1 + len(_SIZES))
+                break
         if self.transport.is_closing():
             self._ahead.clear()
         elif len(self._ahead) >= _N_AHEAD:
@@ -349,7 +359,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._n_body_left:
             return self._n_body_left
         if self._chunks is not None:
-            n_bytes = self._chunks.end(self._ahead)
+            n_bytes = self._chunks.end(self._ahead, _N_AHEAD)
+            self._n_framing = self._chunks.n_framing
             if self._chunks.has_ended:
                 self._chunks = None
             return n_bytes
@@ -362,7 +373,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         self._n_read += len(data)
         before, is_left_over = self.cycle, self._is_left_over
-        n_body = 0 if before is None else len(before.body)
         is_header = self._is_between and not is_left_over
         if is_header and (why := self._why_too_large(data)):
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, why)
@@ -376,9 +386,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._n_framing = 0
         elif cycle is not None:
             self._n_body_left -= min(len(data), self._n_body_left)
-            n_new = len(cycle.body) - n_body
-            self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
-            if self._n_framing > _N_FRAMING and not self._is_between:
+            if self._n_framing > _N_FRAMING and not is_header:
                 self._refuse(HTTPStatus.BAD_REQUEST, "chunk extensions and trailers are too large")
                 return
         if not self._is_between:

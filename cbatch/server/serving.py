@@ -10,6 +10,7 @@ import ssl
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio.lowlevel
@@ -179,11 +180,13 @@ def serve(
 def _listeners(address: socket.socket) -> list[socket.socket]:
     """Return a socket and copies of it, as far as there are files for them: each lets in a connection at a time.
 
-    uvloop lets in one a round of its loop: behind many clients that ask all the time, new ones waited for 18 s.
-    Source: libuv 1.46, uv__server_io.
+    uvloop lets in one a round of its loop: behind many clients that ask all the time, new ones waited for 18 s. asyncio
+    lets in all that wait, and where no file is left it logs that for each of them.
+    Source: libuv 1.46, uv__server_io; Python 3.11, asyncio/selector_events.py.
     """
     n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    n = 1 if n_files < _N_OTHER_FILES else _N_LISTENERS
+    has_few = n_files < _N_OTHER_FILES or find_spec("uvloop") is None
+    n = 1 if has_few else _N_LISTENERS
     return [address, *(address.dup() for _ in range(n - 1))]
 
 
