@@ -43,6 +43,9 @@ _N_FRAMING, _N_FRAMING_PER_BYTE = 2**17, 2
 """Bytes of framing allowed, and further ones per byte of body: chunks of three bytes on average. Our choice:
 each chunk is looked at, whoever else waits."""
 
+_N_LINES = 1000
+"""Lines of a body in chunks that are read in a turn. Our choice: about two milliseconds."""
+
 _N_AHEAD = 2**16
 """Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
 
@@ -148,21 +151,22 @@ class Chunks:
         self.n_framing = 0
         """Bytes of framing, less those that the body allows."""
 
-    def end(self, data: bytearray, n_most: int) -> int:
-        """Return how many of the next bytes belong to the body: at most `n_most`, where it ends later or is broken."""
-        at, n_all = 0, min(len(data), n_most)
-        while at < n_all:
+    def end(self, data: bytearray) -> int:
+        """Return how many bytes to read of the body, up to its end; all where it is broken."""
+        at, n_lines = 0, 0
+        while at < len(data) and n_lines < _N_LINES:
             if self._n_left:
-                n_bytes = min(self._n_left, n_all - at)
+                n_bytes = min(self._n_left, len(data) - at)
                 self._n_left -= n_bytes
                 self.n_framing -= _N_FRAMING_PER_BYTE * n_bytes
                 at += n_bytes
                 continue
-            i_end = data.find(b"\n", at, n_all)
+            n_lines += 1
+            i_end = data.find(b"\n", at)
             if i_end < 0:
-                self.n_framing += n_all - at
-                self._line += data[at:n_all]
-                break
+                self.n_framing += len(data) - at
+                self._line += data[at:]
+                return len(data)
             line, self._line = self._line + data[at:i_end], b""
             self.n_framing += i_end + 1 - at
             at = i_end + 1
@@ -176,8 +180,8 @@ class Chunks:
                 self.n_framing += (1 + _N_FRAMING_PER_BYTE) * len(b"\r\n") if n_bytes else 0
                 self._is_last = not n_bytes
             else:
-                break
-        return n_all
+                return len(data)
+        return at
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -344,7 +348,7 @@ class GuardedProtocol(HttpToolsProtocol):
             data = bytes(self._ahead[:n_bytes])
             del self._ahead[:n_bytes]
             self._read(data)
-            if self._chunks is not None and n_bytes >= _N_AHEAD:  # many chunks take long
+            if self._chunks is not None and self._ahead:  # many chunks take long
                 self._await_turn(1 + len(_SIZES))
                 break
         if self.transport.is_closing():
@@ -359,7 +363,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._n_body_left:
             return self._n_body_left
         if self._chunks is not None:
-            n_bytes = self._chunks.end(self._ahead, _N_AHEAD)
+            n_bytes = self._chunks.end(self._ahead)
             self._n_framing = self._chunks.n_framing
             if self._chunks.has_ended:
                 self._chunks = None
