@@ -176,9 +176,10 @@ class Chunks:
                     return at
             elif size := _CHUNK_SIZE.match(line):
                 n_bytes = int(size[0], 16)
-                self._n_left = n_bytes + len(b"\r\n") if n_bytes else 0
-                self.n_framing += (1 + _N_FRAMING_PER_BYTE) * len(b"\r\n") if n_bytes else 0
                 self._is_last = not n_bytes
+                if n_bytes:
+                    self._n_left = n_bytes + len(b"\r\n")
+                    self.n_framing += (1 + _N_FRAMING_PER_BYTE) * len(b"\r\n")  # no body either
             else:
                 return len(data)
         return at
@@ -338,11 +339,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._turns.ask(self._take_turn, queue)
 
     def _take_turn(self) -> None:
-        self._has_turn = False
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
         """Read what has come, as long as no whole request waits for its answer."""
+        self._has_turn = False
         while self._ahead and not self._is_whole and not self.transport.is_closing():
             n_bytes = self._n_readable()
             data = bytes(self._ahead[:n_bytes])
