@@ -84,7 +84,7 @@ class Asked:
     n_ends: int = 1
     """How often its reader is to be told of an end: once for each choice."""
     n_sequences: int = 1
-    """Sequences that a worker makes for it."""
+    """About how many sequences a worker makes for it."""
     extended: BatchResult | None = None
     """The result that it continues, by `n_more` tokens."""
     n_more: int = 0
@@ -133,7 +133,7 @@ class Asked:
         call = replace(s, prompts=(), ids=(), names=(), places=(), is_part=s.is_group)
         for prompt, id, name, place in zip(s.prompts, s.ids, s.names, s.places, strict=True):
             own = RunOptions.of(prompt.options)
-            options = s.options if prompt.options is None else own.over(s.options)
+            n = own.n if own.n is not None else s.options.n
             yield cls(
                 id,
                 prompt,
@@ -143,9 +143,9 @@ class Asked:
                 submitted_s=now,
                 item=_encoded(prompt, id, name),
                 given=given,
-                slot=options.slot,
-                n_ends=options.n or 1,
-                n_sequences=options.n_sequences,
+                slot=own.slot if own.slot is not None else s.options.slot,
+                n_ends=n or 1,
+                n_sequences=max(n or 1, own.n_sequences, s.options.n_sequences),
                 is_paused=s.is_paused,
             )
 

@@ -33,6 +33,7 @@ from cbatch.errors import EngineClosedError, RequestFailedError
 from tests.backend.llama.vocabularies import (
     KINDS,
     MARKS,
+    OF_USERS,
     RWKV,
     write_model_of,
     write_plain_model_of,
@@ -240,12 +241,12 @@ def test_closed_vocab_raises_instead_of_crashing(random_model: Path) -> None:
         model.vocab.piece(300)
 
 
-def _in_one_call(vocab: LlamaVocab, text: str) -> list[int]:
+def _in_one_call(vocab: LlamaVocab, text: str, *, is_raw: bool = False) -> list[int]:
     data = text.encode()
-    add_special = not (vocab.bos_text and text.startswith(vocab.bos_text))
+    add_special = not (is_raw or (vocab.bos_text and text.startswith(vocab.bos_text)))
     n_room = 2 * len(data) + 2
-    tokens = (ctypes.c_int32 * n_room)()
-    n = llama_cpp.llama_tokenize(vocab.pointer, data, len(data), tokens, n_room, add_special, True)
+    tokens, special = (ctypes.c_int32 * n_room)(), (add_special, not is_raw)
+    n = llama_cpp.llama_tokenize(vocab.pointer, data, len(data), tokens, n_room, *special)
     assert n >= 0
     return tokens[:n]
 
@@ -393,6 +394,21 @@ def test_divided_text_has_the_tokens_of_one_call_beside_any_white_space(
 ) -> None:
     text = "".join(words)
     assert marked.tokenize(text) == _in_one_call(marked, text)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_that_llama_cpp_takes_for_control_tokens_divide_no_raw_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    path = write_model_of(tmp_path / "model.gguf", *KINDS["spm"], OF_USERS)
+    with closing(open_model(path)) as opened:
+        monkeypatch.setattr(vocab_module, "_N_PART", 8)
+        vocab, text = opened.vocab, f"ab ab ab a{mark}b ab ab ab"
+        query, document = (_in_one_call(vocab, one, is_raw=True) for one in (text, "ab"))
+        found = vocab.tokenize_pair(text, "ab", None)
+    assert found[1 : 1 + len(query)] == query
+    assert found[-len(document) :] == document
 
 
 _ONE_WORD = """

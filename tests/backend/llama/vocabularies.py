@@ -20,7 +20,8 @@ MARKS = (
 )
 """Control tokens of the vocabularies; some begin or end with white space, or overlap."""
 
-_CONTROL = 3
+_CONTROL, OF_USERS = 3, 4
+"""Kinds of tokens. Source: llama.h, llama_token_type."""
 SPM = kind(
     "llama",
     [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁▁"],
@@ -67,7 +68,9 @@ def write_plain_model_of(path: Path, vocabulary: Pairs) -> Path:
     return write_model(path, Shape(1, 32, 1, 1, 32, n, "f32"), tokenizer=tokenizer)
 
 
-def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]) -> Path:
+def write_model_of(
+    path: Path, vocabulary: Pairs, metadata: Mapping[str, object], kind_of_marks: int = _CONTROL
+) -> Path:
     """Write a model with a vocabulary, to which `MARKS` are added."""
     values = {key: Value(*pair) for key, pair in vocabulary.items()}
     tokens = values["tokenizer.ggml.tokens"].value
@@ -75,7 +78,7 @@ def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]
     new = [mark for mark in MARKS if mark not in tokens]
     more: dict[str, list[Any]] = {
         "tokens": new,
-        "token_type": [_CONTROL] * len(new),
+        "token_type": [kind_of_marks] * len(new),
         "scores": [0.0] * len(new),
     }
     for name, items in more.items():
