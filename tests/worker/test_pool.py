@@ -700,7 +700,7 @@ def test_requests_given_up_before_a_worker_has_them_cost_it_nothing(
         gate.set()
         (result,) = last
         assert result.finish_reason == "length"
-        assert {r.finish_reason for response in some for r in response} == {"cancelled"}
+        assert {r.finish_reason for response in some[8:] for r in response} == {"cancelled"}
     assert sum(n_entered) == N_ENTERING_MAX // 8 + 1
 
 
