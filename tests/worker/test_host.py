@@ -238,7 +238,8 @@ def extended_after(there: dict[str, Any], n_tokens: int) -> dict[str, Any]:
     with Program(FakeBackend(2, 64, memory=memory)) as program:
         program.read()
         program.send("extend", n_tokens=n_tokens, **there)
-        program.send("run", items=[{"prompt": "other", "id": "other"}])
+        options = {"ignore_eos": True, "seed": 3, "max_tokens": 5}
+        program.send("run", items=[{"prompt": "other", "id": "other"}], options=options)
         return {r["id"]: r for r in program.rest()["results"]}
 
 
