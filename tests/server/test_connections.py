@@ -366,29 +366,32 @@ def test_large_header_is_refused(is_ended: bool) -> None:
     assert "too large" in error_in(got)["message"]
 
 
-def test_a_round_of_the_loop_reads_a_few_requests_of_each_size() -> None:
-    turns, rounds = Turns(), [list[str]()]
+def test_a_round_of_the_loop_reads_a_few_small_requests_and_seldom_another() -> None:
+    now, rounds = 0.0, [list[str]()]
+    turns = Turns(lambda: now)
 
     def read(name: str) -> None:
         rounds[-1].append(name)
         if name == "a":  # there is more to read
-            turns.ask(partial(read, "i"), 0)
+            turns.ask(partial(read, "z"), 0)
         if name == "broken":
             raise RuntimeError(name)
 
     async def main() -> None:
+        nonlocal now
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        for name in ("A", "B", "C", "broken", "D"):
-            turns.ask(partial(read, name), 2)
-        for name in "abcdefgh":
-            turns.ask(partial(read, name), 0)
-        turns.ask(partial(read, "1"), 3)
-        while len(rounds) < 6:
+        for queue, names in enumerate(("abcdefghijklmnopqrs", "ABCDE", "123", "56", "89")):
+            for name in names:
+                turns.ask(partial(read, name), queue)
+        turns.ask(partial(read, "broken"), 1)
+        for seconds in (0.03, 0.03, 0.03, 0.03, 0.0, 0.0, 0.0, 0.0):
             await asyncio.sleep(0)
             rounds.append([])
+            now += seconds
 
     asyncio.run(main())
-    assert rounds == [[*"abcdA1"], [*"efghB"], [*"iC"], ["broken"], ["D"], []]
+    wanted = ["abcdefghAB1", "ijklmnopCD", "qrszEbroken", "5", "8", "2", "6", "9", "3"]
+    assert [*map("".join, rounds)] == wanted
 
 
 @pytest.fixture
