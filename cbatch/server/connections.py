@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from bisect import bisect
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -100,25 +100,44 @@ class ConnectionLimits:
     send_timeout_s: float = 60.0
 
 
+class _Waiting:
+    """Reads that wait, the oldest first, but one of each client after the other."""
+
+    def __init__(self) -> None:
+        self._of_client: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._of_client)
+
+    def add(self, client: str, read: Callable[[], None]) -> None:
+        self._of_client.setdefault(client, deque()).append(read)
+
+    def take(self) -> Callable[[], None]:
+        client, reads = self._of_client.popitem(last=False)
+        read = reads.popleft()
+        if reads:
+            self._of_client[client] = reads
+        return read
+
+
 class Turns:
     """Has connections read what has come, some in each round of the loop: streams and other work go between.
 
     What costs more has queues of its own, and so has what comes behind other requests of its connection: these are read
-    in turn, seldom while small requests wait.
+    in turn, seldom while small requests wait. In each queue, clients take turns.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last_s = clock, -math.inf
-        self._queues: tuple[deque[Callable[[], None]], ...]
-        self._queues = tuple(deque() for _ in range(_BEHIND + 1))
+        self._queues = tuple(_Waiting() for _ in range(_BEHIND + 1))
         self._small = self._queues[: len(_N_A_ROUND)]
         self._others = deque(self._queues[len(_N_A_ROUND) :])
         """Those read one at a time, the one first that was not read for the longest."""
         self._is_due = False
 
-    def ask(self, read: Callable[[], None], queue: int) -> None:
-        """Have something called in its turn of a queue, in the event loop that runs."""
-        self._queues[queue].append(read)
+    def ask(self, read: Callable[[], None], queue: int, client: str) -> None:
+        """Have something called in its turn of a queue, in the event loop that runs; `client` is an address."""
+        self._queues[queue].add(client, read)
         self._go_on_soon()
 
     def _go_on_soon(self) -> None:
@@ -130,8 +149,9 @@ class Turns:
         self._is_due = False
         try:
             for queue, n_most in zip(self._small, _N_A_ROUND, strict=True):
-                for _ in range(min(n_most, len(queue))):
-                    queue.popleft()()
+                for _ in range(n_most):
+                    if queue:
+                        queue.take()()
             now_s = self._clock()
             if now_s >= self._last_s + _PAUSE_S or not any(self._small):
                 self._last_s = now_s
@@ -144,7 +164,7 @@ class Turns:
         for _ in range(len(self._others)):
             self._others.rotate(-1)
             if queue := self._others[-1]:
-                queue.popleft()()
+                queue.take()()
                 return
 
 
@@ -356,7 +376,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _await_turn(self, queue: int) -> None:
         if not self._has_turn:
             self._has_turn = True
-            self._turns.ask(self._take_turn, queue)
+            self._turns.ask(self._take_turn, queue, self.client[0] if self.client else "")
 
     def _take_turn(self) -> None:
         """Read what has come, as long as no whole request waits for its answer."""

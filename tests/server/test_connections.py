@@ -373,7 +373,7 @@ def test_a_round_of_the_loop_reads_a_few_small_requests_and_seldom_another() -> 
     def read(name: str) -> None:
         rounds[-1].append(name)
         if name == "a":  # there is more to read
-            turns.ask(partial(read, "z"), 0)
+            turns.ask(partial(read, "z"), 0, "")
         if name == "broken":
             raise RuntimeError(name)
 
@@ -382,8 +382,8 @@ def test_a_round_of_the_loop_reads_a_few_small_requests_and_seldom_another() -> 
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         for queue, names in enumerate(("abcdefghijklmnopqrs", "ABCDE", "123", "56", "89")):
             for name in names:
-                turns.ask(partial(read, name), queue)
-        turns.ask(partial(read, "broken"), 1)
+                turns.ask(partial(read, name), queue, "")
+        turns.ask(partial(read, "broken"), 1, "")
         for seconds in (0.01, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0):
             await asyncio.sleep(0)
             rounds.append([])
@@ -394,14 +394,27 @@ def test_a_round_of_the_loop_reads_a_few_small_requests_and_seldom_another() -> 
     assert [*map("".join, rounds)] == wanted
 
 
+def test_clients_take_turns() -> None:
+    turns, done = Turns(), list[str]()
+
+    async def main() -> None:
+        for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2"):
+            turns.ask(partial(done.append, name), 0, name[0])
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The queues in which what came over connections has waited."""
     queues, ask = list[int](), Turns.ask
 
-    def recorded(turns: Turns, read: Callable[[], None], queue: int) -> None:
+    def recorded(turns: Turns, read: Callable[[], None], queue: int, client: str) -> None:
+        assert client == "127.0.0.1"
         queues.append(queue)
-        ask(turns, read, queue)
+        ask(turns, read, queue, client)
 
     monkeypatch.setattr(Turns, "ask", recorded)
     return queues
@@ -431,7 +444,7 @@ def test_end_of_a_large_request_waits_with_large_ones(queues: list[int]) -> None
 @pytest.mark.real
 def test_header_that_waits_for_the_server_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, ask = list[Any](), Turns.ask
-    monkeypatch.setattr(Turns, "ask", lambda _, read, __: waiting.append(read))
+    monkeypatch.setattr(Turns, "ask", lambda _, read, *__: waiting.append(read))
     with (
         fake_app() as app,
         running(app, header_timeout_s=HEADER_S / 10) as server,
