@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from cbatch.support.interrupts import Postponed
 
 _N_OLD = 2**17
-"""Least objects made old, as many as may be garbage, before old garbage is collected. Our choice: some 10 MB."""
+"""Objects made old before all objects are counted, and as many more as may be garbage. Our choice: some 10 MB."""
 
 
 class _Blocks:
@@ -19,7 +19,9 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._n_old, self._n_old_most = 0, _N_OLD
-        """Objects made old since old garbage was collected, and from how many on it is collected again."""
+        """Objects made old since all were counted, and after how many they are counted again."""
+        self._n_all_most = 0
+        """Objects from which on old garbage is collected."""
         self._lock = threading.RLock()  # reentrant: a handler of a signal may begin a block, too
         self._n = 0
         self._was_enabled = False
@@ -34,17 +36,19 @@ class _Blocks:
     def collect(self) -> None:
         """Collect young garbage, which must not become old, before an outermost block.
 
-        Old garbage too, where a third of all objects may be some: making objects old keeps Python from doing so itself.
+        Old garbage too, where objects have become more by half: making objects old keeps Python from doing so itself.
         """
         if self._n or not gc.isenabled():
             return
+        gc.collect(1)
         if self._n_old < self._n_old_most or gc.get_freeze_count():
-            gc.collect(1)
             return
-        gc.collect()
-        gc.freeze()
-        self._n_old, self._n_old_most = 0, max(_N_OLD, gc.get_freeze_count() // 2)
-        gc.unfreeze()
+        n_all = _count()
+        if n_all > self._n_all_most:
+            gc.collect()
+            n_all = _count()
+            self._n_all_most = n_all + max(_N_OLD, n_all // 2)
+        self._n_old, self._n_old_most = 0, max(_N_OLD, n_all // 4)
 
     def begin(self) -> None:
         with self._lock:
@@ -63,6 +67,14 @@ class _Blocks:
                 gc.freeze()
                 gc.unfreeze()  # to the oldest generation, without a visit
             gc.enable()
+
+
+def _count() -> int:
+    """Return how many objects there are for the collector, without a visit, which takes about ten times as long."""
+    gc.freeze()
+    n = gc.get_freeze_count()
+    gc.unfreeze()
+    return n
 
 
 _blocks = _Blocks()
