@@ -69,8 +69,9 @@ _N_A_ROUND = (8, 2)
 rounds too, in some milliseconds, and a round costs a tenth of what a small request does.
 """
 
-_PAUSE_S = 0.02
-"""Seconds between two reads of other queues while small requests wait. Our choice: one may cause 15 ms of work."""
+_PAUSE_S = 0.03
+"""Seconds of the loop's work between two reads of other queues while small requests wait. Our choice: one may cause
+15 ms of work."""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header."""
@@ -127,7 +128,7 @@ class Turns:
     in turn, seldom while small requests wait. In each queue, clients take turns.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock, self._last_s = clock, -math.inf
         self._queues = tuple(_Waiting() for _ in range(_BEHIND + 1))
         self._small = self._queues[: len(_N_A_ROUND)]

@@ -384,7 +384,7 @@ def test_a_round_of_the_loop_reads_a_few_small_requests_and_seldom_another() -> 
             for name in names:
                 turns.ask(partial(read, name), queue, "")
         turns.ask(partial(read, "broken"), 1, "")
-        for seconds in (0.01, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0):
+        for seconds in (0.01, 0.03, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0):
             await asyncio.sleep(0)
             rounds.append([])
             now += seconds
